@@ -187,7 +187,9 @@ class QuiescenceReceipt:
                 parts.append(f"{box.provider} {box.sandbox_id}: {last}")
         parts += [f"call {o.name} ({o.kind}) has not settled" for o in self.open_operations]
         parts += [f"adopted session {s} has not ended" for s in self.adopted_open]
-        parts += [f"hook {h.name}: {h.error or 'not finished'}" for h in self.hooks if not h.finished]
+        parts += [
+            f"hook {h.name}: {h.error or 'not finished'}" for h in self.hooks if not h.finished
+        ]
         return "; ".join(parts) or "nothing left to name"
 
 
@@ -208,4 +210,3 @@ __all__ = [
     "SandboxProof",
     "StoppedProcess",
 ]
-
