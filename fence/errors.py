@@ -106,6 +106,23 @@ class SandboxNotReady(FenceError):
         super().__init__(f"sandbox {sandbox} is not ready for fenced commands: {why}")
 
 
+class ExtraMissing(FenceError):
+    """An optional part of the library is not installed. Raised before any side effect."""
+
+    def __init__(self, extra: str) -> None:
+        self.extra = extra
+        super().__init__(
+            f"this needs the extra {extra!r}: install it with `pip install turnfence[{extra}]`"
+        )
+
+
+class FenceInternalError(FenceError):
+    """A bug of this library: the ledger was told something that cannot happen. Please report it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"internal error, please report it: {what}")
+
+
 def _kind(value: object) -> str:
     """Name a value and its type without printing something long or secret."""
     if isinstance(value, bool | int | float | None):
