@@ -134,6 +134,7 @@ def sweep_argv(
     command: int | None = None,
     look: bool = False,
     no_int: Iterable[int] = (),
+    branded: bool = True,
     brands_unique: bool = True,
 ) -> list[str]:
     """Return the argument vector of a sweep.
@@ -145,14 +146,16 @@ def sweep_argv(
         command: stop this command only (its own tombstone), not the whole turn.
         look: report only; no tombstone, no signal, nothing removed.
         no_int: numbers of the commands whose PTY has just been sent Ctrl-C.
+        branded: False where the fence gives its commands no brand.
         brands_unique: False once more than 1,000 commands were numbered: one brand then stands
             for several commands and is no evidence for a single one.
     """
-    prefix = brand_prefix(turn)
-    if command is None:
-        pattern = f"{prefix}[0-9][0-9][0-9]"
+    if not branded or (command is not None and not brands_unique):
+        pattern = "-"
+    elif command is None:
+        pattern = f"{brand_prefix(turn)}[0-9][0-9][0-9]"
     else:
-        pattern = str(brand(turn, command)) if brands_unique else "-"
+        pattern = str(brand(turn, command))
     return [
         "sh",
         "-c",
@@ -169,6 +172,7 @@ def sweep_argv(
         str(_hundredths(policy.sweep)),
         "," + "".join(f"{n}," for n in sorted(set(no_int))),
         str(policy.max_signalled),
+        f":{turn}." if command is None else f":{turn}.{command}.",
     ]
 
 

@@ -1,0 +1,115 @@
+#!/bin/sh
+# Makes this process a marked process group leader, then execs the user's argv.
+# Runs by `sh -c 'eval "$1"' sh TEXT DIR UID TURN NUMBER BRAND NAMESPACE ARGV...`; builtins only in
+# the normal case. Positional parameters stay untouched until the last line: setsid gets them whole.
+# shellcheck disable=SC2034  # fields that are read only to be skipped
+# shellcheck disable=SC2016  # the text that sh -c evals must reach it unexpanded
+# shellcheck disable=SC3045  # ulimit -S is in dash, bash and busybox ash
+
+_fence_fail() {
+  printf 'fence: %s; the command was not started\n' "$1" >&2
+  exit 125
+}
+
+_fence_stat() {
+  _fence_pgrp=$3
+  _fence_tty=$5
+  _fence_start=${20}
+}
+
+# STEP leader. /proc/self, not /proc/$$: the two differ where /proc is of another pid namespace.
+_fence_line=
+read -r _fence_line 2>/dev/null </proc/self/stat || _fence_fail 'no readable /proc'
+case $_fence_line in
+"$$ ("*) ;;
+*) _fence_fail '/proc belongs to another pid namespace than the command' ;;
+esac
+# shellcheck disable=SC2086  # split on purpose: numbers
+_fence_stat ${_fence_line##*) }
+# A group leader would fork in setsid(1) and lose its exit code; a session with a terminal keeps it.
+if [ "$_fence_pgrp" != "$$" ] && [ "$_fence_tty" = 0 ]; then
+  if command -v setsid >/dev/null 2>&1; then
+    exec setsid /bin/sh -c 'eval "$1"' sh "$@"
+  elif command -v busybox >/dev/null 2>&1; then
+    exec busybox setsid /bin/sh -c 'eval "$1"' sh "$@"
+  elif command -v perl >/dev/null 2>&1; then
+    exec perl -MPOSIX -e 'POSIX::setsid(); exec @ARGV' /bin/sh -c 'eval "$1"' sh "$@"
+  elif command -v python3 >/dev/null 2>&1; then
+    exec python3 -c 'import os,sys;os.setsid();os.execv(sys.argv[1],sys.argv[1:])' \
+      /bin/sh -c 'eval "$1"' sh "$@"
+  fi
+  _fence_fail 'the provider starts commands inside a process group and there is no setsid, busybox, perl or python3'
+fi
+
+# STEP brand. Only over "unlimited": a limit that is there is the user's, or an outer fence's brand.
+# The hard limit is read first, because dash exits when ulimit fails.
+_fence_brand=-
+if [ "$6" != - ]; then
+  while read -r _fence_a _fence_b _fence_c _fence_soft _fence_hard _fence_d; do
+    if [ "$_fence_a $_fence_b $_fence_c" = 'Max cpu time' ]; then
+      if [ "$_fence_soft" = unlimited ]; then
+        if [ "$_fence_hard" = unlimited ] || [ "$_fence_hard" -ge "$6" ]; then
+          ulimit -S -t "$6" && _fence_brand=$6
+        fi
+      fi
+      break
+    fi
+  done 2>/dev/null </proc/self/limits
+fi
+
+# STEP environ. Visible in /proc only after the exec; until then marker and brand speak.
+FENCE_LINEAGE="${FENCE_LINEAGE-}:$4.$5."
+export FENCE_LINEAGE
+
+# STEP namespace. fdinfo shows the inode since Linux 5.14; before, pid 1's start time stands for it.
+_fence_ns=-
+while read -r _fence_a _fence_b; do
+  [ "$_fence_a" = ino: ] && _fence_ns=i$_fence_b
+done 2>/dev/null 3</proc/self/ns/pid </proc/self/fdinfo/3
+if [ "$_fence_ns" = - ] && read -r _fence_line 2>/dev/null </proc/1/stat; then
+  _fence_own=$_fence_start
+  # shellcheck disable=SC2086
+  _fence_stat ${_fence_line##*) }
+  _fence_ns=s$_fence_start
+  _fence_start=$_fence_own
+fi
+if [ "$7" != - ] && [ "$_fence_ns" != - ] && [ "$_fence_ns" != "$7" ]; then
+  _fence_fail 'the control channel looks at another pid namespace than the command runs in'
+fi
+
+# STEP marker. mkdir is needed only for a uid that is not the control's.
+_fence_boot=-
+read -r _fence_boot 2>/dev/null </proc/sys/kernel/random/boot_id
+if [ ! -d "$2" ] || [ ! -x "$2" ]; then
+  _fence_fail "its directory $2 is not there or cannot be read"
+fi
+_fence_dir=$2/$3/$4
+if [ ! -d "$_fence_dir" ] || [ ! -O "$_fence_dir" ] || [ -L "$_fence_dir" ]; then
+  _fence_uid=
+  while read -r _fence_a _fence_b _fence_c _fence_d; do
+    [ "$_fence_a" = Uid: ] && _fence_uid=$_fence_c && break
+  done 2>/dev/null </proc/self/status
+  [ -n "$_fence_uid" ] || _fence_fail 'cannot tell the own uid'
+  _fence_dir=$2/$_fence_uid/$4
+  [ -d "$_fence_dir" ] || (umask 077 && mkdir -p "$_fence_dir") 2>/dev/null
+  if [ ! -d "$_fence_dir" ] || [ ! -O "$_fence_dir" ] || [ -L "$_fence_dir" ]; then
+    _fence_fail "cannot make its marker directory under $2"
+  fi
+fi
+# No clobber: a start that the transport delivers twice runs once.
+set -C
+echo "fence1 $$ $_fence_start $_fence_boot $_fence_ns $_fence_brand" 2>/dev/null >"$_fence_dir/$5" ||
+  _fence_fail "cannot write its marker under $2, or this command was started before"
+
+# STEP tombstone. After the marker: the sweep writes the tombstone before it scans, so one of the
+# two always sees the other.
+if [ -e "$2/$4.cancelled" ] || [ -e "$2/$4.$5.cancelled" ]; then
+  echo refused 2>/dev/null >>"$_fence_dir/$5"
+  printf 'fence: the turn is cancelled; the command was not started\n' >&2
+  exit 130
+fi
+echo run 2>/dev/null >>"$_fence_dir/$5" || _fence_fail "cannot write its marker under $2"
+
+# STEP exec
+shift 7
+exec "$@"
