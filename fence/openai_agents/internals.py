@@ -11,7 +11,7 @@ import inspect
 import shlex
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeGuard, TypeVar, cast
 
 from agents.sandbox.errors import ExecFailureError
 from agents.sandbox.session.base_sandbox_session import BaseSandboxSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, cast, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from agents.mcp import MCPServer
 
@@ -45,11 +45,11 @@ class FencedMCPServer(MCPServer):
         return f"<FencedMCPServer of {self.server!r}, {self.fence!r}>"
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        await self.server.connect()  # type: ignore[no-untyped-call]
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        await self.cleanup()
+        await self.server.cleanup()  # type: ignore[no-untyped-call]
 
 
 def _forward(name: str) -> Callable[..., Any]:
