@@ -1,8 +1,9 @@
-"""Does the work that the ledger returns: prepares, sweeps, interrupts, waits, and writes the receipt.
+"""Does the work that the ledger returns, and writes the receipt.
 
-Decides nothing by itself. Every foreign call (a control run, a callback of the app or of an adapter)
-runs in an owned task and is waited for with a bound, so one that hangs or swallows its cancellation
-cannot hold the drain. Nothing here wakes up while nothing is cancelled. All times are seconds.
+Decides nothing by itself. Every foreign call (a control run, a callback of the app or of an
+adapter) runs in an owned task and is waited for with a bound, so one that hangs or swallows its
+cancellation cannot hold the drain. Nothing here wakes up while nothing is cancelled. All times are
+seconds.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Drain:
         call_id: str | None = None,
         sandbox: Key | None = None,
         at: float | None = None,
-        **data: str | int | float | bool | None,
+        **data: str | float | bool | None,
     ) -> None:
         """Tell the app's sink; an error of the sink is logged and changes nothing."""
         if log.isEnabledFor(logging.DEBUG):
@@ -773,10 +774,12 @@ def _record(command: books.Command) -> CommandRecord:
         _OUTCOMES[command.state]
     )
     marker = command.marker
-    if outcome in ("exited", "stopped"):
-        if marker is not None and marker.outcome in ("refused", "failed"):
-            outcome = "refused" if marker.outcome == "refused" else "failed"
-        elif outcome == "stopped" and command.start_failed and marker is None:
+    ran = marker is not None and marker.outcome == "run"
+    if marker is not None and marker.outcome == "refused":
+        outcome = "refused"
+    elif outcome in ("exited", "stopped") and not ran:
+        # Without a marker that says "run", 125 is the preamble's own word, not the command's.
+        if command.start_failed or command.exit_code == marks.Exit.PREAMBLE_FAILED:
             outcome = "failed"
     return CommandRecord(
         number=command.number,

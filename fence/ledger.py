@@ -20,6 +20,7 @@ from enum import Enum, auto
 from typing import Literal, TypeVar
 
 from fence.errors import FenceInternalError
+from fence.lineage.marks import BRANDS_PER_TURN
 from fence.lineage.report import Containment, MarkerReport, ProcessReport, Snapshot, SweepReport
 
 Key = tuple[str, str]
@@ -39,6 +40,8 @@ RETURN_BY_SWEEP: frozenset[str] = frozenset({"start", "stdin"})
 
 
 class CommandState(Enum):
+    """Of one shell command."""
+
     STARTING = auto()
     """The provider was asked to start it and has not answered."""
     RUNNING = auto()
@@ -52,6 +55,8 @@ class CommandState(Enum):
 
 
 class CommandFact(Enum):
+    """What can become known of a command: a session id, its exit, a start without an answer, ..."""
+
     YIELDED = auto()
     ENDED = auto()
     LOST = auto()
@@ -60,6 +65,8 @@ class CommandFact(Enum):
 
 
 class OperationState(Enum):
+    """Of one admitted call."""
+
     WAITING = auto()
     """Admitted, no side effect yet: a start whose sandbox is being prepared."""
     ACTIVE = auto()
@@ -70,6 +77,8 @@ class OperationState(Enum):
 
 
 class OperationFact(Enum):
+    """What can happen to a call."""
+
     BEGIN = auto()
     CANCEL = auto()
     GIVE_UP = auto()
@@ -77,6 +86,8 @@ class OperationFact(Enum):
 
 
 class SandboxState(Enum):
+    """Of one bound sandbox."""
+
     IDLE = auto()
     """No start ever began in it: nothing to prove."""
     USED = auto()
@@ -87,6 +98,8 @@ class SandboxState(Enum):
 
 
 class SandboxFact(Enum):
+    """What can become known of a sandbox."""
+
     USE = auto()
     SWEEP = auto()
     FAIL = auto()
@@ -103,6 +116,8 @@ class StepState(Enum):
 
 
 class StepFact(Enum):
+    """What can come of an attempt."""
+
     TRY = auto()
     FAIL = auto()
     SUCCEED = auto()
@@ -184,6 +199,8 @@ FINAL: frozenset[Enum] = frozenset({_C.EXITED, _C.GONE, _O.SETTLED, _S.CLEAR, _S
 
 @dataclass
 class Operation:
+    """One admitted call."""
+
     id: int
     name: str
     kind: OperationKind
@@ -198,6 +215,8 @@ class Operation:
 
 @dataclass
 class Command:
+    """One shell command."""
+
     number: int
     operation: int
     sandbox: Key
@@ -218,6 +237,8 @@ class Command:
 
 @dataclass
 class SandboxEntry:
+    """One bound sandbox and what its sweeps said."""
+
     key: Key
     unbranded: bool = False
     foreign: bool = False
@@ -239,6 +260,8 @@ class SandboxEntry:
 
 @dataclass
 class Adopted:
+    """A provider session that the turn wrote to but did not start."""
+
     sandbox: Key
     session: int
     state: StepState = StepState.OPEN
@@ -248,6 +271,8 @@ class Adopted:
 
 @dataclass
 class Hook:
+    """A stop-and-prove step of the app."""
+
     index: int
     name: str
     state: StepState = StepState.OPEN
@@ -261,16 +286,22 @@ class Hook:
 
 @dataclass(frozen=True)
 class Event:
+    """Something that happened."""
+
     at: float
 
 
 @dataclass(frozen=True)
 class SandboxBound(Event):
+    """A sandbox became known; the second time says nothing."""
+
     key: Key
 
 
 @dataclass(frozen=True)
 class SandboxPrepared(Event):
+    """The prepare run answered. `unbranded`: commands will not carry the CPU-limit mark."""
+
     key: Key
     unbranded: bool
     notes: tuple[str, ...] = ()
@@ -278,6 +309,8 @@ class SandboxPrepared(Event):
 
 @dataclass(frozen=True)
 class CallArrived(Event):
+    """A call wants to be admitted; answered by BeginCall or RefuseCall."""
+
     name: str
     kind: OperationKind
     call_id: str | None = None
@@ -296,6 +329,8 @@ class StartReady(Event):
 
 @dataclass(frozen=True)
 class StartReturned(Event):
+    """The provider answered a start: a session id, an exit code, or neither (unknown)."""
+
     op: int
     session: int | None
     exit_code: int | None
@@ -303,6 +338,8 @@ class StartReturned(Event):
 
 @dataclass(frozen=True)
 class StdinReturned(Event):
+    """The provider answered a write or a poll."""
+
     key: Key
     session: int
     exit_code: int | None
@@ -311,6 +348,8 @@ class StdinReturned(Event):
 
 @dataclass(frozen=True)
 class OperationSettled(Event):
+    """The task of a call has ended."""
+
     op: int
     how: Literal["returned", "raised", "cancelled"]
 
@@ -332,12 +371,16 @@ class CommandSwept(Event):
 
 @dataclass(frozen=True)
 class CommandSweepFailed(Event):
+    """A sweep for one command could not be made or read."""
+
     number: int
     error: str
 
 
 @dataclass(frozen=True)
 class CancelRequested(Event):
+    """The turn is over."""
+
     reason: str | None
 
 
@@ -355,23 +398,31 @@ class DrainBegun(Event):
 
 @dataclass(frozen=True)
 class SweepBegun(Event):
+    """A sweep of the whole turn is about to be sent."""
+
     key: Key
 
 
 @dataclass(frozen=True)
 class SweepAnswered(Event):
+    """It answered a well-formed report."""
+
     key: Key
     report: SweepReport
 
 
 @dataclass(frozen=True)
 class SweepFailed(Event):
+    """It could not be made or read: could not tell."""
+
     key: Key
     error: str
 
 
 @dataclass(frozen=True)
 class SandboxVanished(Event):
+    """There is positive evidence that the sandbox is gone."""
+
     key: Key
     evidence: str
 
@@ -392,6 +443,8 @@ class CancelGraceOver(Event):
 
 @dataclass(frozen=True)
 class AdoptedTried(Event):
+    """The provider was asked for an adopted session."""
+
     key: Key
     session: int
     exit_code: int | None
@@ -400,11 +453,15 @@ class AdoptedTried(Event):
 
 @dataclass(frozen=True)
 class HookAdded(Event):
+    """The app registered a hook."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class HookTried(Event):
+    """A hook ended; `error` names the type of what it raised."""
+
     index: int
     elapsed_ms: int
     error: str | None
@@ -415,11 +472,13 @@ class HookTried(Event):
 
 @dataclass(frozen=True)
 class Work:
-    pass
+    """Something to do."""
 
 
 @dataclass(frozen=True)
 class BeginCall(Work):
+    """The call is admitted under this number."""
+
     op: int
 
 
@@ -430,12 +489,16 @@ class RefuseCall(Work):
 
 @dataclass(frozen=True)
 class BeginStart(Work):
+    """Start the command under this number now."""
+
     op: int
     number: int
 
 
 @dataclass(frozen=True)
 class CancelTask(Work):
+    """Cancel the task of a call."""
+
     op: int
 
 
@@ -464,6 +527,8 @@ class InterruptPty(Work):
 
 @dataclass(frozen=True)
 class SweepSandbox(Work):
+    """Sweep the whole turn, after `failures` backoff steps; `no_int` had their Ctrl-C."""
+
     key: Key
     no_int: frozenset[int] = frozenset()
     failures: int = 0
@@ -478,6 +543,8 @@ class StartGrace(Work):
 
 @dataclass(frozen=True)
 class TryAdopted(Work):
+    """Ask whether the session ended; write Ctrl-C first where `interrupt`."""
+
     key: Key
     session_id: int
     interrupt: bool
@@ -486,6 +553,8 @@ class TryAdopted(Work):
 
 @dataclass(frozen=True)
 class RunHook(Work):
+    """Call a hook, after `failures` backoff steps."""
+
     index: int
     failures: int = 0
 
@@ -516,6 +585,7 @@ class Ledger:
 
     @property
     def cancelled(self) -> bool:
+        """Whether the turn is cancelled."""
         return self.cancelled_at is not None
 
     @property
@@ -525,7 +595,8 @@ class Ledger:
 
     @property
     def brands_unique(self) -> bool:
-        return len(self.commands) <= 1000
+        """Whether each brand still stands for one command only."""
+        return len(self.commands) <= BRANDS_PER_TURN
 
     def open_operations(self) -> list[Operation]:
         """Calls that are neither settled nor given up."""
@@ -545,18 +616,23 @@ class Ledger:
         return [box for box in self.sandboxes.values() if box.state is not SandboxState.IDLE]
 
     def open_sandboxes(self) -> list[SandboxEntry]:
+        """Return the used sandboxes without a proof."""
         return [box for box in self.used_sandboxes() if not self.is_proven(box)]
 
     def open_adopted(self) -> list[Adopted]:
+        """Return the adopted sessions without word of their end."""
         return [a for a in self.adopted.values() if a.state is not StepState.DONE]
 
     def open_hooks(self) -> list[Hook]:
+        """Return the hooks that have not succeeded."""
         return [hook for hook in self.hooks if hook.state is not StepState.DONE]
 
     def is_proven(self, box: SandboxEntry) -> bool:
+        """Whether nothing of the turn runs in the sandbox."""
         return box.state in (SandboxState.CLEAR, SandboxState.GONE)
 
     def count(self, *states: CommandState) -> int:
+        """Return how many commands are in one of these states."""
         return sum(command.state in states for command in self.commands.values())
 
     def command_of(self, key: Key, session: int) -> Command | None:
@@ -655,9 +731,9 @@ class Ledger:
             self._sandbox(event.sandbox)
         self.operations[op.id] = op
         if event.kind == "stdin" and event.sandbox is not None and event.session is not None:
-            slot = (event.sandbox, event.session)
-            if self.command_of(*slot) is None and slot not in self.adopted:
-                self.adopted[slot] = Adopted(*slot)
+            key, session = event.sandbox, event.session
+            if self.command_of(key, session) is None:
+                self.adopted.setdefault((key, session), Adopted(key, session))
         yield BeginCall(op.id)
 
     def _start_ready(self, event: StartReady) -> Iterator[Work]:
@@ -951,6 +1027,8 @@ class Ledger:
             if command is None or command.sandbox != box.key:
                 continue
             command.marker = marker
+            if marker.pid is None or marker.start is None:
+                continue
             first = box.processes.get((marker.pid, marker.start))
             if first is not None:
                 command.pgid = first.pgid

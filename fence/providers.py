@@ -85,7 +85,7 @@ def _load(entry: EntryPoint) -> ControlFor | None:
         where += f" (from {entry.dist.name})"
     try:
         control_for = entry.load()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a plugin may fail in any way
         # A provider whose optional client library is absent is no fault of anybody's.
         level = logging.DEBUG if isinstance(error, ModuleNotFoundError) else logging.WARNING
         log.log(level, "provider %s cannot be loaded and is left out: %r", where, error)

@@ -1,8 +1,8 @@
 """Tasks that belong to the fence and not to who asked for them, on asyncio and on trio.
 
-A task group held open between `__aenter__` and `__aexit__` would tie the fence to one task. An owned
-task is started on the event loop itself, keeps its outcome for whoever looks, and lets no error
-escape unobserved. All times are seconds (float) on the event loop's clock.
+A task group held open between `__aenter__` and `__aexit__` would tie the fence to one task. An
+owned task is started on the event loop itself, keeps its outcome for whoever looks, and lets no
+error escape unobserved. All times are seconds (float) on the event loop's clock.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Latch:
         self._waiters: list[tuple[Home, anyio.Event]] = []
 
     def is_set(self) -> bool:
+        """Whether `set` has been called."""
         return self._is_set
 
     def set(self) -> None:
@@ -162,6 +163,7 @@ class OwnedTask(Generic[T]):
 
     @property
     def done(self) -> bool:
+        """Whether the task has ended."""
         return self._latch.is_set()
 
     def cancel(self) -> None:
@@ -221,7 +223,7 @@ class OwnedTask(Generic[T]):
         except (KeyboardInterrupt, SystemExit) as error:
             self._finish(None, error)
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - kept as the outcome
             self._finish(None, error)
         else:
             self._finish(value, None)
@@ -239,7 +241,7 @@ class OwnedTask(Generic[T]):
         except trio.Cancelled as error:
             self._finish(None, error, cancelled=True)
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - kept as the outcome
             failure = error
         if scope.cancelled_caught:
             self._finish(None, _ended_by_cancel(self.name), cancelled=True)

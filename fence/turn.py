@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, get_args, runtime_checkable
 
 import anyio
 
@@ -288,10 +288,10 @@ class TurnFence:
         if not callable(callback):
             raise FenceUsageError("callback", callback, "a callable that returns an awaitable")
         self._drain.hooks.append(callback)
-        shown = name or getattr(callback, "__qualname__", type(callback).__name__)
+        shown = name or str(getattr(callback, "__qualname__", type(callback).__name__))
         self._drain.feed(books.HookAdded(self._drain.now(), shown))
 
-    async def __aenter__(self) -> TurnFence:
+    async def __aenter__(self) -> Self:
         self._settle_down()
         return self
 
@@ -489,7 +489,7 @@ class TurnFence:
         """
         drain = self._drain
 
-        async def body(op: int) -> T:
+        async def body(_op: int) -> T:
             result = await call()
             said = _read_outcome(outcome, result)
             if said.exit_code is not None:
@@ -678,6 +678,10 @@ class TurnFence:
         """Run a command of the app's own (set-up, checks) inside the turn and return its result.
 
         Args:
+            session: a sandbox session of the SDK, wrapped or not.
+            cmd: shell text, or a sequence of words.
+            shell: as for the SDK's `exec`.
+            user: as for the SDK's `exec`.
             timeout: seconds until the command is stopped; none for None.
 
         Raises:
@@ -714,8 +718,10 @@ async def quiesce_turn(
     Args:
         session_or_control: a SandboxControl, or a sandbox session of the OpenAI Agents SDK.
         turn_id: as it was given to TurnFence, or its `turn`.
-        policy, accept_sampled, on_event: as for TurnFence.
+        policy: as for TurnFence.
         timeout: seconds, 0 or more; the policy's deadline for None.
+        accept_sampled: as for TurnFence.
+        on_event: as for TurnFence.
 
     Raises:
         QuiescenceTimeout: not proven in time.
@@ -772,7 +778,7 @@ async def _wait_for(target: AwaitableOrEvent) -> str | None:
             await target
         else:
             await target.wait()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to stop
         return f"cancel_on raised {type(error).__name__}"
     except asyncio.CancelledError:
         task = asyncio.current_task()
