@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import anyio
 from agents.sandbox.session.base_sandbox_session import BaseSandboxSession
 
 from fence.control import SandboxCommandResult
@@ -34,9 +35,10 @@ async def run_sandbox_command(
         shell: as in `session.exec`: True for the provider's own shell, False to run the words
             themselves, a list for a shell of your own.
         user: run as this user of the sandbox.
-        timeout: seconds, as in `session.exec`; what happens then is the provider's way.
+        timeout: seconds until the command is stopped, by the fence and with all that it started.
 
     Raises:
+        TimeoutError: it did not end within `timeout`.
         TurnCancelled: the turn was cancelled before the start, or while it ran.
         FenceUsageError: `cmd` is empty or has a NUL character.
     """
@@ -44,9 +46,11 @@ async def run_sandbox_command(
     if not words or not words[0] or any("\x00" in word for word in words):
         raise FenceUsageError("cmd", cmd, "a non-empty command without NUL characters")
     started = time.perf_counter()
-    result = await wrap_session(fence, session).exec(
-        *words, timeout=timeout, shell=shell, user=user
-    )
+    fenced = wrap_session(fence, session)
+    # Not the session's own timeout: it ends one process group, or, with some, the whole sandbox.
+    # A cancelled caller makes the fence stop the command's lineage.
+    with anyio.fail_after(timeout):
+        result = await fenced.exec(*words, shell=shell, user=user)
     return SandboxCommandResult(
         stdout=result.stdout,
         stderr=result.stderr,

@@ -137,20 +137,24 @@ class ForeignShell:
     def _callbacks(
         self, context: Any, number: int
     ) -> tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[int | None]]]:
+        # Without a reference to the fence: its directory of sessions keeps these.
+        write = self._write
+
         async def interrupt() -> None:
-            await self._write_raw(context, number, "\x03")
+            await _write_raw(write, context, number, "\x03")
 
         async def probe() -> int | None:
-            banner = parse_banner(await self._write_raw(context, number, ""))
+            banner = parse_banner(await _write_raw(write, context, number, ""))
             return None if banner is None else banner.exit_code
 
         return interrupt, probe
 
-    async def _write_raw(self, context: Any, number: int, chars: str) -> Any:
-        if self._write is None:
-            return None
-        arguments = {"session_id": number, "chars": chars, "yield_time_ms": 0}
-        return await self._write.on_invoke_tool(context, json.dumps(arguments))
+
+async def _write_raw(write: FunctionTool | None, context: Any, number: int, chars: str) -> Any:
+    if write is None:
+        return None
+    arguments = {"session_id": number, "chars": chars, "yield_time_ms": 0}
+    return await write.on_invoke_tool(context, json.dumps(arguments))
 
 
 def _arguments(name: str, raw_input: str) -> dict[str, Any] | None:

@@ -100,9 +100,12 @@ def control_for(session: object) -> SandboxControl:
     """Return the control channel of the sandbox under a session, wrapped or not.
 
     Raises:
-        FenceUsageError: `session` is no sandbox session of the SDK.
+        FenceUsageError: `session` is no sandbox session of the SDK, or no provider knows it.
     """
-    return control_for_session(internals.innermost(_checked(session)))
+    control = control_for_session(internals.innermost(_checked(session)))
+    if control is None:
+        raise FenceUsageError("session", session, "a session that an installed provider knows")
+    return control
 
 
 def provider_callbacks(session: BaseSandboxSession, number: int) -> tuple[Interrupt, Probe]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from fence.errors import ControlError
 
 PROVIDER = "sdk_exec"
 
-_log = logging.getLogger("fence.providers")
-_noted: set[str] = set()
 _abandoned: set[asyncio.Task[Any]] = set()
 
 
@@ -86,12 +83,4 @@ def control_for(session: object) -> SdkExecControl | None:
         return None
     if not isinstance(session, BaseSandboxSession):
         return None
-    kind = type(session).__name__
-    if kind not in _noted:
-        _noted.add(kind)
-        _log.warning(
-            "no provider of the fence knows %s: its control channel is session.exec, which waits "
-            "for whatever the session waits for; install or write a provider for it",
-            kind,
-        )
     return SdkExecControl(session)

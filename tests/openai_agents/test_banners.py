@@ -68,8 +68,10 @@ def test_the_body_cannot_add_to_the_header():
         "Chunk ID: abc\nWall time: 1.0 seconds\nProcess exited with code x\nOutput:\n",
         "Chunk ID: abc\nWall time: 1.0 seconds\nProcess exited with code ٣\nOutput:\n",
         "Wall time: 1.0 seconds\nChunk ID: abc\nOutput:\n",
-        "Chunk ID: abc\nWall time: 1.0 seconds\nProcess exited with code 1\n"
-        "Process running with session ID 4\nOutput:\n",
+        (
+            "Chunk ID: abc\nWall time: 1.0 seconds\nProcess exited with code 1\n"
+            "Process running with session ID 4\nOutput:\n"
+        ),
         " Chunk ID: abc\nWall time: 1.0 seconds\nOutput:\n",
         "Chunk ID: abc\r\nWall time: 1.0 seconds\r\nOutput:\r\n",
     ],

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import anyio
 import pytest
-from fence_providers.unix_local import PROVIDER, LocalControl, control_for, host_id, run_script
 
 from fence.control import SandboxControl
 from fence.errors import ControlError
+from fence_providers.unix_local import PROVIDER, LocalControl, control_for, host_id, run_script
 from tests.support import procs
 
 CONTROL = LocalControl("this-host")
@@ -108,11 +108,11 @@ async def test_a_cancelled_caller_returns_at_once_and_the_script_goes_on(tmp_pat
 
 
 async def test_many_at_once_leak_no_descriptor():
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     async with anyio.create_task_group() as group:
         for _ in range(24):
             group.start_soon(lambda: CONTROL.run(["sh", "-c", "echo x"], timeout=20))
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_runs_in_two_event_loops_of_two_threads_at_once():
