@@ -777,10 +777,13 @@ def _record(command: books.Command) -> CommandRecord:
     ran = marker is not None and marker.outcome == "run"
     if marker is not None and marker.outcome == "refused":
         outcome = "refused"
-    elif outcome in ("exited", "stopped") and not ran:
+    elif (
+        outcome in ("exited", "stopped")
+        and not ran
         # Without a marker that says "run", 125 is the preamble's own word, not the command's.
-        if command.start_failed or command.exit_code == marks.Exit.PREAMBLE_FAILED:
-            outcome = "failed"
+        and (command.start_failed or command.exit_code == marks.Exit.PREAMBLE_FAILED)
+    ):
+        outcome = "failed"
     return CommandRecord(
         number=command.number,
         call_id=command.call_id,
