@@ -6,6 +6,7 @@ module, without any code of the fence; only the signals are the fence's own word
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -91,6 +92,24 @@ class Recording:
     def survivors(self) -> list[procs.Process]:
         """What was still running at the last look."""
         return [s.process for lane in self.lanes for s in lane.running]
+
+
+def common_window(*records: Recording) -> tuple[float, float]:
+    """Return the first and last moment of these turns, as seconds from their Stop."""
+    begun = [(lane.began or 0.0) - (r.stop or 0.0) for r in records for lane in r.lanes]
+    ended = [r.now() - (r.stop or 0.0) for r in records]
+    span = max(ended) - min(begun)
+    return min(begun) - 0.02 * span, max(ended) + 0.02 * span
+
+
+STEPS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+def ticks(window: tuple[float, float], most: int) -> list[float]:
+    """Return at most `most` round moments of a window."""
+    first, last = window
+    step = next((s for s in STEPS if (last - first) / s <= most), STEPS[-1])
+    return [n * step for n in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 
 class Eyes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from demo_record import Lane, Recording
+from demo_record import Lane, Recording, common_window, ticks
 
 WIDTH = 960
 LABEL = 208
@@ -49,8 +49,9 @@ Place = Callable[[float], float]
 LETTERS = {"INT": "C", "TERM": "T", "KILL": "K"}
 
 
-def draw(fenced: Recording, alone: Recording, until: float) -> str:
-    """Return the SVG text; both panels have the same scale, from 0 to `until` seconds."""
+def draw(fenced: Recording, alone: Recording) -> str:
+    """Return the SVG text. Both panels have the same scale; zero is the moment of Stop."""
+    window = common_window(fenced, alone)
     height_of = HEAD + ROW * (len(fenced.lanes) + 1) + GAP
     height = 2 * height_of + 34
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
@@ -60,8 +61,8 @@ def draw(fenced: Recording, alone: Recording, until: float) -> str:
         f"<desc id='desc'>{escape(_describe(fenced, alone))}</desc>",
         f"<style>{_style()}</style>",
         f'<rect class="bg" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
-        *_panel(fenced, until, 0),
-        *_panel(alone, until, height_of),
+        *_panel(fenced, window, 0),
+        *_panel(alone, window, height_of),
         *_legend(height - 22),
         "</svg>",
     ]
@@ -97,20 +98,22 @@ def _style() -> str:
     )
 
 
-def _panel(record: Recording, until: float, top: float) -> list[str]:
+def _panel(record: Recording, window: tuple[float, float], top: float) -> list[str]:
+    first_at, last_at = window
+    stop = record.stop or 0.0
+
     def x(at: float) -> float:
-        return round(LABEL + CHART * min(at, until) / until, 1)
+        share = (at - stop - first_at) / (last_at - first_at)
+        return round(LABEL + CHART * min(1.0, max(0.0, share)), 1)
 
     parts = [f'<text class="head" x="20" y="{top + 30:g}">{escape(record.title)}</text>']
     first = top + HEAD
     bottom = first + ROW * (len(record.lanes) + 1)
-    step = next(s for s in (0.25, 0.5, 1, 2, 5, 10) if until / s <= 12)
-    for tick in range(int(until / step) + 1):
-        at = x(tick * step)
+    for tick in ticks(window, 12):
+        at = x(stop + tick)
         parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{first - 6:g}" y2="{bottom:g}"/>')
-        parts.append(
-            f'<text class="dim tick" x="{at}" y="{bottom + 14:g}">{tick * step:g} s</text>'
-        )
+        label = f"{tick:+g} s" if tick else "Stop"
+        parts.append(f'<text class="dim tick" x="{at}" y="{bottom + 14:g}">{label}</text>')
     for index, lane in enumerate(record.lanes):
         parts += _lane(record, lane, x, first + ROW * index + ROW / 2)
     parts += _answer(record, x, first + ROW * len(record.lanes) + ROW / 2)
@@ -143,7 +146,7 @@ def _lane(record: Recording, lane: Lane, x: Place, middle: float) -> list[str]:
         [(s.since, now if s.until is None else s.until) for s in lane.seen]
     ):
         bars.append((since, min(until, stop), "run"))
-        answered = record.answered if record.answered is not None and not record.proved else now
+        answered = record.answered if record.answered is not None and lane.running else now
         bars.append((max(since, stop), min(until, answered), "stopping"))
         bars.append((max(since, answered), until, "left"))
     for since, until, kind in bars:
@@ -164,7 +167,7 @@ def _lane(record: Recording, lane: Lane, x: Place, middle: float) -> list[str]:
         at = x(now)
         parts.append(
             f'<path class="left" d="M{at} {middle - 9:g}l12 9l-12 9z"/>'
-            f'<text class="left strong" x="{right + 6}" y="{middle + 4.5:g}">still running</text>'
+            f'<text class="left strong" x="{right}" y="{middle + 4.5:g}">still running</text>'
         )
     return parts
 
@@ -220,7 +223,7 @@ def _legend(y: float) -> list[str]:
             f'<text class="letter" x="{place + 7:g}" y="{y - 0.4:g}">{letter}</text>'
             f'<text class="dim" x="{place + 19:g}" y="{y:g}">{words}</text>'
         )
-        place += 38 + 7.2 * len(words)
+        place += 34 + 8 * len(words)
     return parts
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from demo_record import Lane, Recording
+from demo_record import Lane, Recording, ticks
 from rich.text import Text
 
 LABEL = 25
 OUTCOME = 19
-STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,27 @@ class Row:
         return line
 
 
-def timeline(record: Recording, *, width: int, until: float, glyphs: Glyphs) -> list[Text]:
-    """Return the lines of a timeline from the turn's begin to `until`, at most `width` wide."""
+def timeline(
+    record: Recording, *, width: int, glyphs: Glyphs, window: tuple[float, float] | None = None
+) -> list[Text]:
+    """Return the lines of a timeline, at most `width` wide.
+
+    With a window (seconds from Stop) zero is the moment of Stop; without one, the turn's begin.
+    """
     columns = max(16, width - LABEL - OUTCOME - 1)
+    zero = 0.0 if window is None else record.stop or 0.0
+    first, last = window or (0.0, max(2.0, record.now() * 1.02))
 
     def column(at: float) -> int:
-        return min(columns - 1, max(0, int(at * columns / until)))
+        share = (at - zero - first) / (last - first)
+        return min(columns - 1, max(0, int(share * columns)))
 
-    lines = _axis(record, columns, column, until)
+    scale = Row(columns, " ")
+    for tick in ticks((first, last), max(2, columns // 10)):
+        words = f"{tick:g} s" if window is None else f"{tick:+g} s" if tick else "Stop"
+        if column(zero + tick) + len(words) <= columns:
+            scale.put(column(zero + tick), words, "dim" if words != "Stop" else "bold", over=" ")
+    lines = [Text(" " * LABEL) + scale.text()]
     for lane in record.lanes:
         label = Text(f" {lane.number} {lane.title}"[: LABEL - 1].ljust(LABEL))
         row = _lane(record, lane, columns, column, glyphs)
@@ -87,22 +99,6 @@ def timeline(record: Recording, *, width: int, until: float, glyphs: Glyphs) -> 
     label = Text(f"   {record.answerer}"[: LABEL - 1].ljust(LABEL), style="bold")
     row, outcome = _answer(record, columns, column, glyphs)
     lines.append(label + row.text() + Text(" ") + outcome)
-    return lines
-
-
-def _axis(
-    record: Recording, columns: int, column: Callable[[float], int], until: float
-) -> list[Text]:
-    scale, stop = Row(columns, " "), Row(columns, " ")
-    step = next((s for s in STEPS if until / s <= columns / 7), STEPS[-1])
-    for tick in range(int(until / step) + 1):
-        label = f"{tick * step:g} s"
-        if column(tick * step) + len(label) < columns:
-            scale.put(column(tick * step), label, "dim", over=" ")
-    lines = [Text(" " * LABEL) + scale.text()]
-    if record.stop is not None:
-        stop.put(column(record.stop), "Stop", "bold", over=" ")
-        lines.append(Text(" " * LABEL) + stop.text())
     return lines
 
 
@@ -118,7 +114,7 @@ def _lane(
         until = now if seen.until is None else seen.until
         if record.stop is not None and until > record.stop:
             after = max(seen.since, record.stop)
-            left = record.answered is not None and until > record.answered and not record.proved
+            left = seen.until is None and record.answered is not None and not record.proved
             style = LEFT if left else STOPPING
             row.paint(column(after), column(until), glyphs.run, style)
     if record.stop is not None:

@@ -27,7 +27,7 @@ from agents.sandbox.capabilities import Capability, Shell
 from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxClient
 from agents.sandbox.session import SandboxSession
 from agents.testing import ScriptedModel, function_call
-from demo_record import Eyes, Lane, Recording
+from demo_record import Eyes, Lane, Recording, common_window
 from demo_svg import draw
 from demo_text import ASCII, Glyphs, timeline
 from rich.console import Console, Group
@@ -67,6 +67,8 @@ COMMANDS = [
 # `: U` keeps the number in the argv of the shell, so that it is seen.
 WAIT = "while : U; do sleep 0.05; done"
 SAVES = len(COMMANDS)
+
+SIGNAL_WORDS = {"INT": "Ctrl-C (INT)", "TERM": "TERM", "KILL": "KILL"}
 
 
 def lanes(folder: Path) -> list[Lane]:
@@ -156,23 +158,42 @@ def note_saved(record: Recording, folder: Path) -> None:
     lane.saved = (folder / f"saved-{lane.token}").exists()
 
 
+class Listener:
+    """Takes from the fence's events when it swept, and which signals it says it sent."""
+
+    def __init__(self, record: Recording) -> None:
+        self._record = record
+        self._began = 0.0
+        self._of_this_sweep: list[tuple[int, int, str]] = []
+        self.signals: list[tuple[float, int, str]] = []
+        """(when, number of the command, name of the signal)."""
+
+    def __call__(self, event: FenceEvent) -> None:
+        """Note one event."""
+        at = self._record.since_day(event.at)
+        if event.kind == "sweep_started":
+            self._began, self._of_this_sweep = at, []
+        elif event.kind == "process_stopped" and event.command is not None:
+            for signal in str(event.data["signals"]).split():
+                name, _, at_ms = signal.partition("@")
+                self._of_this_sweep.append((int(at_ms), event.command, name))
+        elif event.kind in ("sweep_reported", "sweep_failed"):
+            self._record.sweeps.append((self._began, at))
+            took = event.data.get("elapsed_ms")
+            # The sweep's own clock starts some milliseconds after the fence asked for it.
+            began = at - took / 1000 if isinstance(took, int) else self._began
+            self.signals += [(began + ms / 1000, n, name) for ms, n, name in self._of_this_sweep]
+
+
 async def with_fence(record: Recording, folder: Path) -> QuiescenceReceipt:
     """Run the turn through a fence and press Stop.
 
     Raises:
         QuiescenceTimeout: the fence could not prove that the turn is quiet.
     """
-    sweep_began: list[float] = []
-
-    def on_event(event: FenceEvent) -> None:
-        at = record.since_day(event.at)
-        if event.kind == "sweep_started":
-            sweep_began.append(at)
-        elif event.kind in ("sweep_reported", "sweep_failed") and sweep_began:
-            record.sweeps.append((sweep_began[-1], at))
-
+    listener = Listener(record)
     async with local_sandbox() as session:
-        async with TurnFence(on_event=on_event) as fence:
+        async with TurnFence(on_event=listener) as fence:
             result = start_turn(record, session, fence.wrap_capabilities([Shell()]))
             run = asyncio.create_task(consume(result))
             await until_running(record, run)
@@ -185,30 +206,15 @@ async def with_fence(record: Recording, folder: Path) -> QuiescenceReceipt:
             result.cancel()
             await run
         note_saved(record, folder)
-    _add_signals(record, receipt, sweep_began)
-    return receipt
-
-
-def _add_signals(record: Recording, receipt: QuiescenceReceipt, sweep_began: list[float]) -> None:
-    """Put the signals that the sweep says it sent on the lanes that they were sent to."""
     call_of = {command.number: command.call_id for command in receipt.commands}
-    lane_of = {lane.call_id: lane for lane in record.lanes}
-    began = sweep_began[-1] if sweep_began else record.stop or 0.0
-    for box in receipt.sandboxes:
-        for process in box.stopped:
-            lane = lane_of.get(call_of.get(process.command or 0) or "")
-            if lane is None:
-                continue
-            for name, at_ms in process.signals:
-                letter = name.removeprefix("SIG")
-                if letter in ("INT", "TERM", "KILL"):
-                    lane.signals.append((began + at_ms / 1000, letter))
     for lane in record.lanes:
-        # One letter for each signal: a group of processes gets it within a few milliseconds.
+        # One letter for each signal: the lane's processes get it within a few milliseconds.
         first: dict[str, float] = {}
-        for at, name in sorted(lane.signals):
-            first.setdefault(name, at)
+        for at, number, name in sorted(listener.signals):
+            if call_of[number] == lane.call_id and name in SIGNAL_WORDS:
+                first.setdefault(name, at)
         lane.signals = sorted((at, name) for name, at in first.items())
+    return receipt
 
 
 async def with_sdk_alone(record: Recording, folder: Path) -> None:
@@ -257,28 +263,21 @@ class Show:
                 self.console.print(f"{at:6.2f} s  {words}", highlight=False, soft_wrap=True)
             self.console.print()
 
-    def final(self, record: Recording, until: float) -> None:
+    def final(self, record: Recording, window: tuple[float, float]) -> None:
         """Print the finished timeline, in the same scale as its neighbour."""
         if self.live:
             self.console.print(Text(record.title, style="bold"))
         else:
             self.console.print(record.title)
-        for line in self._lines(record, until):
+        for line in self._lines(record, window):
             line.rstrip()
             self.console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
         self.console.print(Text(f"{' ' * 25}{self.glyphs.legend}", style="dim"), no_wrap=True)
         self.console.print()
 
-    def _lines(self, record: Recording, until: float | None = None) -> list[Text]:
-        return timeline(
-            record,
-            width=min(self.console.width, 118),
-            until=until if until is not None else max(2.0, record.now() * 1.02),
-            glyphs=self.glyphs,
-        )
-
-
-SIGNAL_WORDS = {"INT": "Ctrl-C (INT)", "TERM": "TERM", "KILL": "KILL"}
+    def _lines(self, record: Recording, window: tuple[float, float] | None = None) -> list[Text]:
+        width = min(self.console.width, 118)
+        return timeline(record, width=width, glyphs=self.glyphs, window=window)
 
 
 def story(record: Recording) -> list[tuple[float, str]]:
@@ -393,16 +392,16 @@ def demo(show: Show, svg: Path | None, receipt_file: Path | None) -> bool:
             procs.end(process for lane in record.lanes for process in procs.find(lane.token))
         shutil.rmtree(folder)
 
-    until = max(fenced.now(), alone.now()) * 1.01
-    show.final(fenced, until)
+    window = common_window(fenced, alone)
+    show.final(fenced, window)
     show.console.print(proof_table(receipt, len(fenced.survivors)))
     show.console.print()
-    show.final(alone, until)
+    show.final(alone, window)
     if alone.survivors:
         ended = plural(len(alone.survivors), "survivor", "survivors")
         show.console.print(f"(The demo has ended the {ended} by pid and start time.)\n")
     if svg is not None:
-        svg.write_text(draw(fenced, alone, until), encoding="utf-8")
+        svg.write_text(draw(fenced, alone), encoding="utf-8")
     if receipt_file is not None:
         receipt_file.write_text(receipt.to_json(indent=2) + "\n", encoding="utf-8")
     good, words = verdict(fenced, alone)
