@@ -315,7 +315,7 @@ class Drain:
             if self.ledger.is_proven(box):
                 continue
             run = marks.new_run_token()
-            argv = marks.sweep_argv(self.turn, run, self.policy, look=True)
+            argv = marks.sweep_argv(self.turn, run, self.policy, look=True, branded=self.brand)
             try:
                 output = await self._control_run(self.sandboxes[box.key], argv, self._sweep_time)
             except SandboxGone:
@@ -452,7 +452,7 @@ class Drain:
         self.feed(books.SweepBegun(self.now(), work.key))
         attempt = self.ledger.sandboxes[work.key].control_runs
         run = marks.new_run_token()
-        argv = marks.sweep_argv(self.turn, run, self.policy, no_int=work.no_int)
+        argv = marks.sweep_argv(self.turn, run, self.policy, no_int=work.no_int, branded=self.brand)
         self.emit("sweep_started", sandbox=work.key, attempt=attempt)
         try:
             output = await self._control_run(sandbox, argv, self._sweep_time)
@@ -481,6 +481,7 @@ class Drain:
             self.policy,
             command=work.number,
             no_int=(work.number,) if work.failures else (),
+            branded=self.brand,
             brands_unique=self.ledger.brands_unique,
         )
         self.emit("sweep_started", sandbox=command.sandbox, command=work.number)
