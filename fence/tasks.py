@@ -33,6 +33,7 @@ class Home:
     ) -> None:
         self._loop = loop
         self._token = token
+        self._context = contextvars.copy_context()
 
     @classmethod
     def current(cls) -> Home:
@@ -90,7 +91,9 @@ class Home:
                 self._token.run_sync_soon(callback)
             else:
                 assert self._loop is not None
-                self._loop.call_soon_threadsafe(callback)
+                # Not the context of the calling thread: it may belong to another event loop,
+                # and anyio would take that one for ours.
+                self._loop.call_soon_threadsafe(callback, context=self._context.copy())
         except RuntimeError:  # closed loop, trio.RunFinishedError
             return False
         return True
