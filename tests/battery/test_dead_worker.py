@@ -31,8 +31,8 @@ run(main)
 @pytest.mark.parametrize("tty", ["pipe", "tty"])
 def test_quiesce_turn_from_a_new_process(tty: str, turn_id: str) -> None:
     token = procs.new_token()
-    environment = {**os.environ, **ENVIRONMENT, "TURN_ID": turn_id}
-    arguments = [sys.executable, str(WORKER), "abandoned", token, str(len(SLEEPS)), tty, "1"]
+    environment = {**os.environ, **ENVIRONMENT, "TURN_ID": turn_id, "TOKEN": token}
+    arguments = [sys.executable, str(WORKER), "abandoned", str(len(SLEEPS)), tty, "1"]
     with (
         procs.canary() as canary,
         procs.canary(env={"FENCE_LINEAGE": f":{turn_id[:-1]}.1."}),

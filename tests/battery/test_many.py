@@ -22,8 +22,8 @@ ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[2])}
 def observed(
     kind: str, turn_id: str, token: str, count: int, *, tty: bool = False, cancels: int = 1
 ) -> Observation:
-    arguments = [kind, token, str(count), "tty" if tty else "pipe", str(cancels)]
-    seen = observe(WORKER, arguments, env={**ENVIRONMENT, "TURN_ID": turn_id})
+    arguments = [kind, str(count), "tty" if tty else "pipe", str(cancels)]
+    seen = observe(WORKER, arguments, env={**ENVIRONMENT, "TURN_ID": turn_id, "TOKEN": token})
     assert seen.exit_code == 0, seen.stderr
     return seen
 

@@ -1,7 +1,8 @@
 """A worker for tests that look from outside: starts commands of one turn, stops it, reports.
 
-Arguments: KIND TOKEN COUNT TTY CANCELS. KIND is `fenced`, `unfenced` or `abandoned` (started, then
-waits to be killed; TURN_ID is its turn). Prints one JSON object.
+Arguments: KIND COUNT TTY CANCELS. KIND is `fenced`, `unfenced` or `abandoned` (started, then waits
+to be killed). TOKEN, which must not be in its own argv, and TURN_ID come by the environment. Prints
+one JSON object.
 """
 
 from __future__ import annotations
@@ -63,5 +64,5 @@ async def main(kind: str, token: str, count: int, tty: bool, cancels: int) -> No
 
 
 if __name__ == "__main__":
-    _, kind, token, count, tty, cancels = sys.argv
-    run(lambda: main(kind, token, int(count), tty == "tty", int(cancels)))
+    _, kind, count, tty, cancels = sys.argv
+    run(lambda: main(kind, os.environ["TOKEN"], int(count), tty == "tty", int(cancels)))
