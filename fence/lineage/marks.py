@@ -73,6 +73,15 @@ def brand(turn: str, number: int) -> int:
     return brand_prefix(turn) * BRANDS_PER_TURN + number % BRANDS_PER_TURN
 
 
+# bash reads a file of /proc in one call where dash and busybox make one for each byte: a sweep of
+# 60 commands takes half the time. -p: no BASH_ENV, no functions from the environment.
+_FASTEST_SHELL = """script=$1
+shift
+command -v bash >/dev/null 2>&1 && exec bash -p -c "$script" "$0" "$@"
+eval "$script"
+"""
+
+
 @cache
 def script(name: str) -> str:
     """Return the text of one of our shell scripts (`preamble`, `prepare`, `sweep`).
@@ -159,8 +168,9 @@ def sweep_argv(
     return [
         "sh",
         "-c",
-        script("sweep"),
+        _FASTEST_SHELL,
         "fence-sweep",
+        script("sweep"),
         str(PROTOCOL),
         turn,
         run,

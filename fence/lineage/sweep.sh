@@ -554,8 +554,8 @@ newest() {
   is_number "$last" || last=0
 }
 
-# Looks at every pid that was given out since `mark_pid`, and stops those of the turn on sight.
-# Counts in `unseen` those that came and went in between. Sets caught.
+# Looks at the pids that were given out since the last look, the newest first: they are the ones
+# that live. Stops those of the turn on sight; counts in `unseen` those that came and went.
 chase() {
   # A pid is given out a moment before its process is in the table: who was missing gets a second look.
   missing=$waiting waiting=''
@@ -563,45 +563,52 @@ chase() {
     if [ -e "/proc/$next" ]; then catch "$next"; else unseen=$((unseen + 1)); fi
   done
   newest
-  [ "$last" != "$mark_pid" ] || return 0
-  next=$mark_pid
-  if [ "$last" -lt "$next" ] && [ -z "$pid_max" ]; then
-    # By cat, not read: this file ends after the first byte for who reads byte by byte, as dash does.
-    pid_max=$(cat /proc/sys/kernel/pid_max 2>/dev/null)
-    is_number "$pid_max" || pid_max=32768
+  next=$last
+  if [ "$last" -lt "$mark_pid" ]; then
+    # Wrapped around: what was given out at the top of the range is left to the scan.
+    unseen=$((unseen + 1))
+    mark_pid=300
+    [ "$last" -ge 300 ] || mark_pid=$last
   fi
-  budget=4096
-  while [ "$next" != "$last" ]; do
-    next=$((next + 1))
-    if [ -n "$pid_max" ] && [ "$next" -ge "$pid_max" ]; then next=300; fi
-    budget=$((budget - 1))
-    if [ "$budget" -lt 0 ]; then
-      # The numbers wrapped or jumped: a window this wide was not looked at.
-      unseen=$((unseen + 1))
-      break
-    fi
-    case "$own$skip" in *" $next "*) continue ;; esac
-    if [ -e "/proc/$next" ]; then catch "$next"; else waiting="$waiting $next"; fi
+  looks=16
+  while [ "$next" -gt "$mark_pid" ]; do
+    case "$own$skip" in
+    *" $next "*) ;;
+    *)
+      looks=$((looks - 1))
+      if [ "$looks" -lt 0 ]; then
+        unseen=$((unseen + 1))
+        break
+      fi
+      if [ -e "/proc/$next" ]; then catch "$next"; else waiting="$waiting $next"; fi
+      ;;
+    esac
+    next=$((next - 1))
   done
   mark_pid=$last
 }
 
+# Stops a pid of the turn the moment its mark was read, then makes sure of it: two builtins lie
+# between the mark and the signal, and a number is not given out again within microseconds.
 catch() {
-  # The common case first: not ours by its brand (a limit costs one small read).
   if [ "$unbranded" = 0 ]; then
     limit_of "$1"
     # shellcheck disable=SC2254
     case $limit in $brands) ;; *) return 0 ;; esac
+  else
+    marked "$1" chase || return 0
   fi
+  kill -STOP "$1" 2>/dev/null || return 0
   look "$1" || return 0
   case $state in Z | X) all_dead "$1" && return 0 ;; esac
   before=$start
-  marked "$1" chase || return 0
-  look "$1" || return 0
-  [ "$start" = "$before" ] || return 0
-  record "$1"
-  caught=$((caught + 1))
-  if send STOP; then eval "w_$k=kill"; fi
+  if marked "$1" chase && look "$1" && [ "$start" = "$before" ]; then
+    record "$1"
+    caught=$((caught + 1))
+    eval "g_$k=\"\${g_$k:+\$g_$k,}STOP@$(((now - begin) * 10))\" w_$k=kill"
+  else
+    kill -CONT "$1" 2>/dev/null
+  fi
 }
 
 # STOP all of them, look for what they forked meanwhile, KILL all: no parent restarts what dies.
@@ -611,7 +618,7 @@ kill_all() {
   clock
   for k in $1; do
     send KILL
-    eval "w_$k=killed d_$k=$now"
+    eval "w_$k=killed d_$k=$now h_$k=\${h_$k:-$now}"
   done
 }
 
@@ -676,10 +683,10 @@ deaf() {
 # kernel for a second after SIGKILL.
 stuck() {
   for k in $live; do
-    eval "rung=\$w_$k problem=\$x_$k see=\$l_$k"
+    eval "rung=\$w_$k problem=\$x_$k see=\$l_$k first_kill=\${h_$k:-$now}"
     case $problem in EPERM | other-turn | ancestor | init) continue ;; esac
     [ "$see" != unknown ] || continue
-    [ "$rung" = killed ] && [ "$((now - begin_kill))" -gt 100 ] && continue
+    [ "$rung" = killed ] && [ "$((now - first_kill))" -gt 100 ] && continue
     return 1
   done
   return 0
@@ -693,7 +700,7 @@ if ! clock || ! look "$$"; then
   printf 'end unknown group sampled 0 0 0\n'
   exit 76
 fi
-begin=$now begin_kill=$now late=$((int_grace + term_grace + 5))
+begin=$now late=$((int_grace + term_grace + 5))
 namespace=- boot=-
 
 # Never the sweep itself, its ancestors, pid 1.
@@ -704,7 +711,6 @@ while [ "$parent" -gt 1 ] 2>/dev/null; do
   parent=$ppid
 done
 
-pid_max=''
 newest
 mark_pid=$last first_pid=$last
 own=' '
@@ -764,7 +770,6 @@ if [ "$mode" = stop ]; then
       look_again
       [ -n "$live" ] || continue
       if stuck; then break; fi
-      case $doomed in ?*) begin_kill=$now ;; esac
       pause 0.01
       clock
       if [ "$((now - rescan))" -ge 5 ]; then
@@ -778,12 +783,14 @@ if [ "$mode" = stop ]; then
     newest
     mark_pid=$last own=' ' waiting='' caught=0 unseen=0
     scan || [ -n "$live" ] && continue
-    window=$now
-    while :; do
+    clock
+    # 30 ms, and longer where pids came and went unseen the time before.
+    until=$((now + 3 * windows))
+    chases=0
+    while [ "$caught" = 0 ] && { [ "$now" -lt "$until" ] || [ "$chases" -lt 20 ]; }; do
+      chases=$((chases + 1))
       chase
-      [ "$caught" = 0 ] || break
       clock
-      [ "$((now - window))" -lt 3 ] || break
     done
     [ "$caught" = 0 ] || continue
     scan || [ -n "$live" ] && continue
