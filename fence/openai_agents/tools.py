@@ -200,7 +200,8 @@ def _rebind(tool: Any, copied: Any, invoker: Any) -> tuple[Any, bool]:
     if isinstance(invoker, functools.partial):
         inner, bound = _rebind(tool, copied, invoker.func)
         args = tuple(copied if word is tool else word for word in invoker.args)
-        bound = bound or args != invoker.args
+        # By identity: a tool and its copy compare equal.
+        bound = bound or any(word is tool for word in invoker.args)
         return functools.partial(inner, *args, **invoker.keywords), bound
     # The fence of an outer turn: its wrapper was made for a tool whose session it fenced.
     return invoker, bool(getattr(tool, _MARK, ()))
