@@ -34,12 +34,23 @@ _SAME_SHELL = "\x00same-shell\x00"
 _SAME_SHELL_WORD = '"${BASH:-sh}"'
 
 
-def shell_argv(arguments: dict[str, Any]) -> list[str]:
-    """Return the argument vector for the user's `cmd`, in the shell that the call asks for."""
-    shell = arguments.get("shell")
-    login = arguments.get("login") is True
-    program = shell if isinstance(shell, str) and shell else _SAME_SHELL
-    return [program, "-lc" if login else "-c", arguments["cmd"]]
+def split_arguments(
+    arguments: dict[str, Any], schema: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the argument vector for the user's `cmd`, and the arguments without their own login.
+
+    A login shell that the call names itself is started inside the marked process, and only there:
+    its profile runs once, and what the profile starts belongs to the turn. Without a `shell` the
+    tool's own choice stays as it is, and our text runs in it.
+    """
+    shell, cmd = arguments.get("shell"), arguments["cmd"]
+    if not isinstance(shell, str) or not shell:
+        return [_SAME_SHELL, "-c", cmd], arguments
+    declared = schema.get("properties", {}).get("login")
+    default = declared.get("default") if isinstance(declared, dict) else None
+    login = arguments.get("login", default) is True
+    outer = {**arguments, "login": False} if declared or "login" in arguments else arguments
+    return [shell, "-lc" if login else "-c", cmd], outer
 
 
 def shell_text(argv: Sequence[str]) -> str:
@@ -64,8 +75,7 @@ class ForeignShell:
 
     def around(self, tool: FunctionTool) -> Around:
         """Return what runs a call of the tool through the fence."""
-        raw = tool.on_invoke_tool
-        through = self._exec if tool.name == EXEC else self._write_stdin
+        raw, schema = tool.on_invoke_tool, tool.params_json_schema
 
         async def call_through(
             context: Any, raw_input: str, call: Callable[[], Awaitable[Any]]
@@ -79,20 +89,22 @@ class ForeignShell:
                     return await self._fence.run_operation(
                         tool.name, "function", call, call_id=call_id
                     )
-                return await through(raw, context, arguments, call_id)
+                if tool.name == WRITE:
+                    return await self._write_stdin(raw, context, arguments, call_id)
+                return await self._exec(raw, schema, context, arguments, call_id)
 
         return call_through
 
     async def _exec(
         self,
         raw: Callable[[Any, str], Awaitable[Any]],
+        schema: dict[str, Any],
         context: Any,
         arguments: dict[str, Any],
         call_id: str | None,
     ) -> Any:
         sandbox, directory = bind(self._fence, self._session)
-        # The login shell's profile then runs once, and inside the marked process.
-        outer = {**arguments, "login": False} if "login" in arguments else arguments
+        argv, outer = split_arguments(arguments, schema)
         tty = arguments.get("tty") is True and self._write is not None
 
         async def start(marked: list[str]) -> Any:
@@ -109,7 +121,7 @@ class ForeignShell:
             return CommandOutcome(session_id=name, exit_code=None)
 
         return await self._fence.start_command(
-            sandbox, shell_argv(arguments), start, outcome, call_id=call_id, tty=tty
+            sandbox, argv, start, outcome, call_id=call_id, tty=tty
         )
 
     async def _write_stdin(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fence.openai_agents.banners import Banner, parse_banner
-from fence.openai_agents.foreign import shell_argv, shell_text
+from fence.openai_agents.foreign import shell_text, split_arguments
 
 codes = st.integers(min_value=-255, max_value=255)
 numbers = st.integers(min_value=0, max_value=99_999_999)
@@ -88,7 +88,13 @@ def test_the_not_found_banner_is_an_exit():
 
 
 def test_the_foreign_shell_is_the_one_that_was_asked_for():
-    assert shell_argv({"cmd": "x", "shell": "bash", "login": True}) == ["bash", "-lc", "x"]
-    assert shell_argv({"cmd": "x", "shell": "bash"}) == ["bash", "-c", "x"]
-    assert shell_text(["sh", *shell_argv({"cmd": "it's"})[1:]]) == "exec sh -c 'it'\"'\"'s'"
-    assert shell_text(shell_argv({"cmd": "x"})) == 'exec "${BASH:-sh}" -c x'
+    schema = {"properties": {"login": {"default": True, "type": "boolean"}}}
+    given = {"cmd": "x", "shell": "bash", "login": True}
+    assert split_arguments(given, {}) == (["bash", "-lc", "x"], {**given, "login": False})
+    given = {"cmd": "x", "shell": "bash"}
+    assert split_arguments(given, {}) == (["bash", "-c", "x"], given)
+    assert split_arguments(given, schema) == (["bash", "-lc", "x"], {**given, "login": False})
+    given = {"cmd": "it's", "login": True}
+    argv, outer = split_arguments(given, schema)
+    assert outer is given
+    assert shell_text(argv) == """exec "${BASH:-sh}" -c 'it'"'"'s'"""
