@@ -121,7 +121,7 @@ def _panel(record: Recording, window: tuple[float, float], top: float) -> list[s
         at = x(record.stop)
         parts.append(
             f'<line class="stop" x1="{at}" x2="{at}" y1="{first - 12:g}" y2="{bottom:g}"/>'
-            f'<text class="mark" x="{at}" y="{first - 17:g}" text-anchor="end">Stop&#160;</text>'
+            f'<text class="mark" x="{at - 4:g}" y="{first - 17:g}" text-anchor="end">Stop</text>'
         )
     if record.answered is not None:
         at = x(record.answered)
@@ -131,7 +131,7 @@ def _panel(record: Recording, window: tuple[float, float], top: float) -> list[s
         colour = "over" if record.proved else "dim"
         parts.append(
             f'<line class="{kind}" x1="{at}" x2="{at}" y1="{first - 12:g}" y2="{bottom:g}"/>'
-            f'<text class="mark {colour}" x="{at}" y="{first - 17:g}">&#160;{words}</text>'
+            f'<text class="mark {colour}" x="{at + 4:g}" y="{first - 17:g}">{words}</text>'
         )
     return parts
 
@@ -153,11 +153,13 @@ def _lane(record: Recording, lane: Lane, x: Place, middle: float) -> list[str]:
         if until > since:
             wide = max(1.0, round(x(until) - x(since), 1))
             parts.append(_bar(kind, x(since), middle, wide))
-    parts += _signals(lane, x, middle)
+    dots, free = _signals(lane, x, middle)
+    parts += dots
     gone = lane.gone
     right = LABEL + CHART + 14
     if gone is not None:
-        parts.append(f'<circle class="gone" cx="{x(gone) + 3}" cy="{middle:g}" r="5"/>')
+        at = max(x(gone), free)
+        parts.append(f'<circle class="gone" cx="{at:g}" cy="{middle:g}" r="5"/>')
         words = f"gone +{gone - stop:.2f} s"
         if lane.saved is not None:
             words += ", saved" if lane.saved else ", lost"
@@ -176,8 +178,8 @@ def _bar(kind: str, left: float, middle: float, wide: float) -> str:
     return f'<rect class="{kind}" x="{left}" y="{middle - 5:g}" width="{wide}" height="10"/>'
 
 
-def _signals(lane: Lane, x: Place, middle: float) -> list[str]:
-    """Draw the signals as lettered dots that do not cover each other."""
+def _signals(lane: Lane, x: Place, middle: float) -> tuple[list[str], float]:
+    """Draw the signals as lettered dots that do not cover each other; tell the next free place."""
     parts: list[str] = []
     free = 0.0
     for at, name in lane.signals:
@@ -187,7 +189,7 @@ def _signals(lane: Lane, x: Place, middle: float) -> list[str]:
             f'<circle class="signal" cx="{place:g}" cy="{middle:g}" r="7"/>'
             f'<text class="letter" x="{place:g}" y="{middle + 3.6:g}">{LETTERS[name]}</text>'
         )
-    return parts
+    return parts, free - 2 if lane.signals else 0.0
 
 
 def _answer(record: Recording, x: Place, middle: float) -> list[str]:

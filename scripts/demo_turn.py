@@ -129,7 +129,9 @@ async def consume(result: RunResultStreaming) -> None:
         pass
 
 
-async def until_running(record: Recording, run: asyncio.Task[None]) -> None:
+async def until_running(
+    record: Recording, result: RunResultStreaming, run: asyncio.Task[None]
+) -> None:
     """Wait until each command is seen running what it is there for.
 
     Raises:
@@ -141,7 +143,8 @@ async def until_running(record: Recording, run: asyncio.Task[None]) -> None:
             raise RuntimeError("the agent run ended before Stop") from error
         if record.now() > deadline:
             missing = ", ".join(lane.title for lane in record.lanes if not _is_up(lane))
-            raise RuntimeError(f"not running after {START_PATIENCE:g} s: {missing}")
+            said = "\n".join(str(getattr(item, "output", "")) for item in result.new_items)
+            raise RuntimeError(f"not running after {START_PATIENCE:g} s: {missing}\n{said}")
         await asyncio.sleep(0.02)
     await asyncio.sleep(BEFORE_STOP)
 
@@ -196,7 +199,7 @@ async def with_fence(record: Recording, folder: Path) -> QuiescenceReceipt:
         async with TurnFence(on_event=listener) as fence:
             result = start_turn(record, session, fence.wrap_capabilities([Shell()]))
             run = asyncio.create_task(consume(result))
-            await until_running(record, run)
+            await until_running(record, result, run)
 
             record.stop = record.now()
             fence.cancel("user pressed Stop")
@@ -222,7 +225,7 @@ async def with_sdk_alone(record: Recording, folder: Path) -> None:
     async with local_sandbox() as session:
         result = start_turn(record, session, [Shell()])
         run = asyncio.create_task(consume(result))
-        await until_running(record, run)
+        await until_running(record, result, run)
 
         record.stop = record.now()
         result.cancel()

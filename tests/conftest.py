@@ -46,7 +46,7 @@ def _record_turns() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_leaks(
+def no_leaks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[leaks.LeakCheck]:
     """Fail the test, naming it, for a process, descriptor, marker or temporary file left behind."""
@@ -69,7 +69,7 @@ def _no_leaks(
 
 
 @pytest.fixture(autouse=True)
-def _no_task_leaks(request: pytest.FixtureRequest, _no_leaks: leaks.LeakCheck) -> None:
+def _no_task_leaks(request: pytest.FixtureRequest, no_leaks: leaks.LeakCheck) -> None:
     """Set up the check for tasks in front of all other fixtures, for async tests only."""
     function = getattr(request.node, "obj", None)
     function = getattr(getattr(function, "hypothesis", None), "inner_test", function)
@@ -103,8 +103,8 @@ async def _task_check(anyio_backend_name: str) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def turn_id(_no_leaks: leaks.LeakCheck) -> str:
+def turn_id(no_leaks: leaks.LeakCheck) -> str:
     """A turn id of the test's own that the leak check knows; it is its own key, too."""
     turn = secrets.token_hex(16)
-    _no_leaks.turns.add(turn)
+    no_leaks.turns.add(turn)
     return turn

@@ -146,7 +146,7 @@ def test_the_fixtures_fail_a_test_that_leaks(pytester: pytest.Pytester):
     )
     pytester.makeini("[pytest]\nanyio_mode = auto\nmarkers = leaks_fds(why): x\n")
     pytester.makeconftest(
-        "from tests.conftest import *\nfrom tests.conftest import _no_leaks, "
+        "from tests.conftest import *\nfrom tests.conftest import no_leaks, "
         "_no_task_leaks, _task_check, _record_turns\n"
     )
     done = subprocess.run(

@@ -31,7 +31,7 @@ def test_the_defaults_are_the_documented_ones():
 @pytest.mark.parametrize("value", NO_DURATION, ids=repr)
 def test_refuses_what_is_no_duration(name: str, value: object):
     with pytest.raises(FenceUsageError, match=rf"EscalationPolicy\.{name}") as caught:
-        EscalationPolicy(**{name: value})
+        EscalationPolicy(**{name: value})  # type: ignore[arg-type]
     assert caught.value.field == f"EscalationPolicy.{name}"
     assert isinstance(caught.value, FenceError)
     assert isinstance(caught.value, ValueError)
@@ -41,12 +41,13 @@ def test_refuses_what_is_no_duration(name: str, value: object):
 @pytest.mark.parametrize("value", [0, 0.0])
 def test_refuses_zero_where_nothing_could_ever_finish(name: str, value: float):
     with pytest.raises(FenceUsageError, match=name):
-        EscalationPolicy(**{name: value})
+        EscalationPolicy(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(set(DURATIONS) - set(ABOVE_ZERO)))
 def test_takes_zero_for_a_grace(name: str):
-    assert getattr(EscalationPolicy(**{name: 0}), name) == 0
+    policy = EscalationPolicy(**{name: 0})
+    assert getattr(policy, name) == 0
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, None, "5"], ids=repr)
@@ -86,4 +87,4 @@ def test_is_one_frozen_value_with_a_readable_repr():
 
 def test_takes_keywords_only():
     with pytest.raises(TypeError):
-        EscalationPolicy(0.1)  # type: ignore[misc]
+        EscalationPolicy(0.1)  # type: ignore[call-arg]
