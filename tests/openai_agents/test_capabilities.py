@@ -8,11 +8,11 @@ import pytest
 from agents import function_tool
 from agents.sandbox.capabilities import Capability, Compaction, Filesystem, Memory, Shell, Skills
 from agents.sandbox.capabilities.tools import ExecCommandTool
-from agents.testing import function_call
 
 from fence import TurnCancelled, TurnFence
 from fence.errors import FenceUsageError
 from fence.openai_agents import FencedSandboxSession
+from tests.openai_agents._calls import function_call
 from tests.support import procs
 
 

@@ -11,6 +11,7 @@ from agents import FunctionTool
 from agents.sandbox.capabilities.tools import ExecCommandTool, WriteStdinTool
 
 from fence import TurnCancelled, TurnFence
+from tests.openai_agents._calls import function_call
 from tests.support import procs
 
 
@@ -157,8 +158,6 @@ async def test_an_approval_of_a_decorated_foreign_tool(fence, session, h):
     @function_tool(needs_approval=True)
     async def exec_command(cmd: str) -> str:
         return str(await real.on_invoke_tool(h.context(), json.dumps({"cmd": cmd, "login": False})))
-
-    from agents.testing import function_call
 
     agent = h.agent(
         function_call("exec_command", {"cmd": "echo approved"}, call_id="f"),
