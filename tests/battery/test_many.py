@@ -52,7 +52,7 @@ def test_one_cancel_is_one_control_run(count: int, tty: bool, cancels: int, turn
     assert_proven(receipt)
     assert len(receipt.commands) == count
     assert receipt.reason == "stop 0"
-    assert seen.control_runs("fence-sweep") == 1
+    assert seen.control_runs("fence-sweep") == 1, receipt.sandboxes
     assert seen.control_runs("fence-prepare") == 1
     # What the receipt says of itself agrees with what was counted.
     assert [sandbox.control_runs for sandbox in receipt.sandboxes] == [1]

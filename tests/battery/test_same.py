@@ -33,7 +33,7 @@ MORE = [
     "env | grep -v -e ^FENCE_ | sort",
     "alias",
     "ls /proc/self/fd",
-    "grep ^Sig[BIC] /proc/$$/status",
+    "grep ^Sig[IC] /proc/$$/status",
     "grep ^Sig[BIC] /proc/self/status",
     "cut -d' ' -f5,6,8 /proc/$$/stat | sed \"s/\\b$$\\b/ME/g\"",
     "nice; cat /proc/$$/oom_score_adj; cat /proc/$$/coredump_filter",
