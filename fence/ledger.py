@@ -961,7 +961,8 @@ class Ledger:
         if not self.is_proven(self._sandbox(event.key)):
             raise FenceInternalError(f"gave up on starts in the unproven sandbox {event.key[1]}")
         for op in self._returning_by(event.key):
-            if op.kind == "start" and op.state is OperationState.CANCELLING:
+            # One that never reached the provider has nothing to be refused: it will settle.
+            if op.command is not None and op.state is OperationState.CANCELLING:
                 self._move_operation(op, OperationFact.GIVE_UP)
                 yield ReleaseCaller(op.id)
 
@@ -1016,7 +1017,11 @@ class Ledger:
 
     def _record_look(self, box: SandboxEntry, report: SweepReport, at: float) -> None:
         for process in report.processes:
-            box.processes[process.pid, process.start] = process
+            seen = process
+            if process.look != "gone" and self.is_proven(box):
+                # A sweep for one command may answer after the turn's, with what it saw before.
+                seen = replace(process, look="gone", problem=None)
+            box.processes[process.pid, process.start] = seen
         for marker in report.markers:
             command = self.commands.get(marker.command)
             if command is None and box.foreign:
