@@ -42,15 +42,13 @@ if [ "$_fence_pgrp" != "$$" ] && [ "$_fence_tty" = 0 ]; then
 fi
 
 # STEP brand. Only over "unlimited": a limit that is there is the user's, or an outer fence's brand.
-# The hard limit is read first, because dash exits when ulimit fails.
+# Then the hard limit is unlimited too, so ulimit cannot fail (dash would exit).
 _fence_brand=-
 if [ "$6" != - ]; then
-  while read -r _fence_a _fence_b _fence_c _fence_soft _fence_hard _fence_d; do
+  while read -r _fence_a _fence_b _fence_c _fence_soft _fence_d; do
     if [ "$_fence_a $_fence_b $_fence_c" = 'Max cpu time' ]; then
       if [ "$_fence_soft" = unlimited ]; then
-        if [ "$_fence_hard" = unlimited ] || [ "$_fence_hard" -ge "$6" ]; then
-          ulimit -S -t "$6" && _fence_brand=$6
-        fi
+        ulimit -S -t "$6" && _fence_brand=$6
       fi
       break
     fi
