@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fence.openai_agents")
 EditorResult = ApplyPatchResult | str | None
 _MARK = "_fence_wrapped_by"
+_KNOWN = (
+    ApplyPatchTool,
+    ComputerTool,
+    CustomTool,
+    FunctionTool,
+    LocalShellTool,
+    ShellTool,
+)
 
 
 def wrap_tools(
@@ -69,7 +77,8 @@ def wrap_tools(
 
 
 def _wrap_tool(fence: TurnFence, tool: Any, foreign: ForeignShell | None) -> Any:
-    if fence in getattr(tool, _MARK, ()):
+    # Nothing of an unknown object is looked at.
+    if not isinstance(tool, _KNOWN) or fence in getattr(tool, _MARK, ()):
         return tool
     wrapped = _copy_of(fence, tool, foreign)
     if wrapped is not tool:

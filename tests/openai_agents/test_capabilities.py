@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 from agents import function_tool
@@ -81,12 +82,12 @@ async def test_a_capability_of_ones_own(fence, session, h):
             super().bind(session)
 
         def tools(self):
-            capability = self
+            capability: Any = self
 
             @function_tool
             async def note() -> str:
                 result = await capability.session.exec("echo noted")
-                return result.stdout.decode()
+                return str(result.stdout, "utf-8")
 
             return [note]
 

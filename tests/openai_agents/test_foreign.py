@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from typing import Any
 
 import pytest
 from agents import FunctionTool
@@ -93,7 +94,7 @@ async def test_a_cancelled_caller(fence, session, h):
 
 
 async def test_only_cmd_and_login_are_changed(fence, session, h):
-    seen = []
+    seen: list[Any] = []
     (wrapped,) = fence.wrap_tools(
         [foreign(ExecCommandTool(session=session), seen)], session=session
     )
@@ -106,7 +107,7 @@ async def test_only_cmd_and_login_are_changed(fence, session, h):
 
 
 async def test_arguments_that_are_not_the_sdks_go_to_the_tool(fence, session, h):
-    seen = []
+    seen: list[Any] = []
     exec_tool, write_tool = fence.wrap_tools(
         [
             foreign(ExecCommandTool(session=session), seen),

@@ -6,14 +6,15 @@ import ast
 import copy
 import inspect
 from pathlib import Path
+from typing import Any, cast
 
-import agents.sandbox.session.base_sandbox_session as base_module
 import agents.tool as tool_module
 import pytest
 from agents import ComputerProvider, ComputerTool, FunctionTool, function_tool
 from agents.mcp import MCPServer
 from agents.sandbox.capabilities import Capability, Filesystem, Memory, Shell
 from agents.sandbox.capabilities.tools import ExecCommandTool, SandboxApplyPatchTool
+from agents.sandbox.errors import ExecTransportError
 from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxClient, UnixLocalSandboxSession
 from agents.sandbox.session.base_sandbox_session import BaseSandboxSession
 from agents.sandbox.session.sandbox_session import SandboxSession
@@ -153,8 +154,8 @@ def test_a_session_without_a_table_says_so():
 
 async def test_errors_name_the_users_command(session):
     marked = ["sh", "-c", "marked", "sleep", "9"]
-    with pytest.raises(base_module.ExecTransportError) as caught:
-        raise base_module.ExecTransportError(command=["sudo", "-u", "x", "--", *marked])
+    with pytest.raises(ExecTransportError) as caught:
+        raise ExecTransportError(command=["sudo", "-u", "x", "--", *marked])
     internals.restore_command(caught.value, marked, ["sleep", "9"])
     assert caught.value.command == ("sudo", "-u", "x", "--", "sleep", "9")
     assert caught.value.context["command"] == caught.value.command
@@ -179,22 +180,24 @@ def test_decorated_tools_have_the_sdks_invoker_and_marker():
         assert tool.on_invoke_tool._function_tool is tool
     assert internals.is_sync_invoker(plain.on_invoke_tool)
     assert not internals.is_sync_invoker(coroutine.on_invoke_tool)
-    assert copy.copy(plain).on_invoke_tool._function_tool is not plain
+    again: Any = copy.copy(plain).on_invoke_tool
+    assert again._function_tool is not plain
 
 
 async def test_sdk_tools_rebind_their_invoker_when_copied(session):
     tool = ExecCommandTool(session=session)
-    copied = copy.copy(tool)
+    copied: Any = copy.copy(tool)
     assert copied.on_invoke_tool.__self__ is copied
     # Not so a CustomTool: the adapter does it.
     patch = SandboxApplyPatchTool(session=session)
-    assert copy.copy(patch).on_invoke_tool.__self__ is patch
+    invoker: Any = copy.copy(patch).on_invoke_tool
+    assert invoker.__self__ is patch
 
 
 def test_prepared_arguments_of_an_approval_can_be_dropped():
     context = ToolContext(context=None, tool_name="t", tool_call_id="c", tool_arguments="{}")
     assert context._function_tool_arguments is None
-    context._function_tool_arguments = object()
+    context._function_tool_arguments = cast(Any, object())
     internals.forget_prepared_arguments(context)
     assert context._function_tool_arguments is None
     internals.forget_prepared_arguments(object())
@@ -225,7 +228,8 @@ def test_clone_copies_private_attributes_by_reference():
 
     original = Probe()
     original._kept = object()
-    assert original.clone()._kept is original._kept
+    cloned: Any = original.clone()
+    assert cloned._kept is original._kept
     assert type(original.clone()) is Probe
     for kind in (Shell, Filesystem, Memory):
         assert type(kind().clone()) is kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents import Agent
@@ -44,8 +45,8 @@ async def server(tmp_path):
 
 async def test_calls_are_admitted_and_refused_after_the_cancel(server, tmp_path):
     fence = TurnFence()
-    wrapped = fence.wrap_mcp_server(server)
-    assert isinstance(wrapped, MCPServer)
+    wrapped: Any = fence.wrap_mcp_server(server)
+    assert isinstance(fence.wrap_mcp_server(server), MCPServer)
     assert wrapped.name == "demo"
     assert fence.wrap_mcp_server(wrapped) is wrapped
     tools = await wrapped.list_tools()
@@ -73,7 +74,7 @@ async def test_calls_are_admitted_and_refused_after_the_cancel(server, tmp_path)
 
 async def test_a_call_in_flight_is_cancelled_after_its_grace(server, tmp_path, h):
     fence = TurnFence(policy=EscalationPolicy(call_grace=0.2))
-    wrapped = fence.wrap_mcp_server(server)
+    wrapped: Any = fence.wrap_mcp_server(server)
     call = asyncio.create_task(wrapped.call_tool("wait", {}))
     await h.until((tmp_path / "began").exists, "the call")
     receipt = await fence.wait_for_quiescence()
@@ -100,8 +101,9 @@ async def test_a_run_uses_it_like_the_real_one(server, fence, h, tmp_path):
 
 async def test_two_fences(server):
     async with TurnFence() as outer, TurnFence() as inner:
-        wrapped = inner.wrap_mcp_server(outer.wrap_mcp_server(server))
-        assert isinstance(wrapped, FencedMCPServer)
+        wrapped: Any = inner.wrap_mcp_server(outer.wrap_mcp_server(server))
+        kind: type = type(wrapped)
+        assert kind is FencedMCPServer
         assert outer.wrap_mcp_server(wrapped) is wrapped
         assert (await wrapped.call_tool("add", {"a": 1, "b": 2})).content[0].text == "3"
         outer.cancel()

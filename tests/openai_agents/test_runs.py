@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from agents import Agent, RunConfig, Runner, UserError, function_tool, handoff
@@ -114,7 +115,7 @@ async def test_parallel_calls(session, h):
     with pytest.raises(TurnCancelled):
         await run
     receipt = await fence.wait_for_quiescence()
-    assert sorted(c.call_id for c in receipt.commands) == ["c0", "c1", "c2", "c3"]
+    assert sorted(str(c.call_id) for c in receipt.commands) == ["c0", "c1", "c2", "c3"]
     assert sum(box.control_runs for box in receipt.sandboxes) == 1
     assert [p for token in tokens for p in procs.find(token)] == []
 
@@ -195,7 +196,8 @@ async def test_approval_policies_see_the_prepared_arguments(fence, h):
     async def tool(x: int) -> str:
         return str(x)
 
-    for each in ([tool], fence.wrap_tools([tool])):
+    variants: list[list[Any]] = [[tool], fence.wrap_tools([tool])]
+    for each in variants:
         agent = Agent(
             name="a",
             model=ScriptedModel([[function_call("tool", {"x": 3})], [assistant_message("done")]]),

@@ -7,6 +7,7 @@ import io
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agents.editor import ApplyPatchOperation
@@ -26,7 +27,8 @@ from tests.support import procs
 async def content(session, name: str) -> bytes:
     handle = await session.read(Path(name))
     with handle:
-        return handle.read()
+        data: bytes = handle.read()
+        return data
 
 
 def archive() -> io.BytesIO:
@@ -395,7 +397,7 @@ async def test_every_operation_is_refused_after_the_cancel(session, h, workspace
     for wrap in (
         lambda: fence.wrap_session(session),
         lambda: fence.wrap_tools([]),
-        lambda: fence.wrap_capabilities([]) or fence.check_open(),
+        lambda: fence.wrap_capabilities([]),
     ):
         with pytest.raises(TurnCancelled):
             wrap()
@@ -486,7 +488,8 @@ async def test_run_sandbox_command(session, fence, h):
     assert result.wall_time > 0
     words = await fence.run_sandbox_command(session, ["printf", "%s", "a b"], shell=False)
     assert words.stdout == b"a b"
-    for bad in ("", [], "a\x00b"):
+    commands: list[Any] = ["", [], "a\x00b"]
+    for bad in commands:
         with pytest.raises(FenceError):
             await fence.run_sandbox_command(session, bad)
 

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 from agents import (
@@ -69,7 +70,7 @@ async def test_unknown_objects_stay_the_same_object(fence):
         def __getattr__(self, name):
             raise RuntimeError(name)
 
-    things = [object(), "text", None, 3, {"type": "function"}, lambda: None, Odd]
+    things = [object(), "text", None, 3, {"type": "function"}, lambda: None, Odd, Odd()]
     assert all(a is b for a, b in zip(fence.wrap_tools(things), things, strict=True))
 
 
@@ -213,7 +214,7 @@ def _timed(call) -> float:
 
 
 async def test_sdk_tools_are_copies_bound_to_the_fenced_session(fence, session):
-    tools = [
+    tools: list[Any] = [
         ExecCommandTool(session=session, user=None),
         WriteStdinTool(session=session),
         ViewImageTool(session=session),
@@ -395,16 +396,17 @@ async def test_hosted_apply_patch_with_an_editor_of_ones_own():
     tool = ApplyPatchTool(editor=editor)
     (wrapped,) = fence.wrap_tools([tool])
     assert tool.editor is editor
+    fenced: Any = wrapped.editor
     assert isinstance(wrapped.editor, ApplyPatchEditor)
-    assert wrapped.editor.extra == "extra"
+    assert fenced.extra == "extra"
     make = functools.partial(ApplyPatchOperation, path="p")
-    assert (await wrapped.editor.create_file(make("create_file"))).output == "created"
-    assert await wrapped.editor.update_file(make("update_file")) == "updated"
-    assert await wrapped.editor.delete_file(make("delete_file")) is None
+    assert (await fenced.create_file(make("create_file"))).output == "created"
+    assert await fenced.update_file(make("update_file")) == "updated"
+    assert await fenced.delete_file(make("delete_file")) is None
     await fence.wait_for_quiescence()
     for name in ("create_file", "update_file", "delete_file"):
         with pytest.raises(TurnCancelled):
-            await getattr(wrapped.editor, name)(make(name))
+            await getattr(fenced, name)(make(name))
     assert editor.seen == ["p"] * 3
 
 
@@ -530,15 +532,16 @@ class AsyncScreen(AsyncComputer):
 @pytest.mark.parametrize("make", [Screen, AsyncScreen])
 async def test_a_computer_instance(make):
     fence = TurnFence()
-    real = make()
+    real: Any = make()
     tool = ComputerTool(computer=real)
     (wrapped,) = fence.wrap_tools([tool])
-    assert tool.computer is real
-    computer = await resolve_computer(tool=wrapped, run_context=RunContextWrapper(None))
-    assert isinstance(computer, FencedComputer)
-    assert await computer.screenshot() == "png"
-    await computer.click(1, 2, "left", keys=["ctrl"])
-    await computer.drag([(1, 2)])
+    assert cast(Any, tool.computer) is real
+    computer: Any = await resolve_computer(tool=wrapped, run_context=RunContextWrapper(None))
+    assert type(computer) is FencedComputer
+    acts: Any = computer
+    assert await acts.screenshot() == "png"
+    await acts.click(1, 2, "left", keys=["ctrl"])
+    await acts.drag([(1, 2)])
     assert real.did == [("click", 1, 2, "left", ["ctrl"]), [(1, 2)]]
     # The SDK asks the signature whether `keys` may be passed.
     assert "keys" in inspect.signature(computer.click).parameters
