@@ -139,10 +139,11 @@ class Eyes:
                     (p.pid, p.start): p for p in found if any(lane.token in word for word in p.argv)
                 }
                 for seen in lane.running:
-                    if mine.pop((seen.process.pid, seen.process.start), None) is None:
+                    now = mine.pop((seen.process.pid, seen.process.start), None)
+                    if now is None:
                         seen.until = at
-                # A child of a known process that has not called exec yet, or works for it, counts
-                # by its argv only; the demo's commands all carry their token.
+                    else:
+                        seen.process = now  # it may have called exec since
                 lane.seen += [Seen(process, at) for process in mine.values()]
 
     def _watch(self) -> None:

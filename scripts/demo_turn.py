@@ -129,9 +129,7 @@ async def consume(result: RunResultStreaming) -> None:
         pass
 
 
-async def until_running(
-    record: Recording, result: RunResultStreaming, run: asyncio.Task[None]
-) -> None:
+async def until_running(record: Recording, run: asyncio.Task[None]) -> None:
     """Wait until each command is seen running what it is there for.
 
     Raises:
@@ -143,8 +141,7 @@ async def until_running(
             raise RuntimeError("the agent run ended before Stop") from error
         if record.now() > deadline:
             missing = ", ".join(lane.title for lane in record.lanes if not _is_up(lane))
-            said = "\n".join(str(getattr(item, "output", "")) for item in result.new_items)
-            raise RuntimeError(f"not running after {START_PATIENCE:g} s: {missing}\n{said}")
+            raise RuntimeError(f"not running after {START_PATIENCE:g} s: {missing}")
         await asyncio.sleep(0.02)
     await asyncio.sleep(BEFORE_STOP)
 
@@ -199,7 +196,7 @@ async def with_fence(record: Recording, folder: Path) -> QuiescenceReceipt:
         async with TurnFence(on_event=listener) as fence:
             result = start_turn(record, session, fence.wrap_capabilities([Shell()]))
             run = asyncio.create_task(consume(result))
-            await until_running(record, result, run)
+            await until_running(record, run)
 
             record.stop = record.now()
             fence.cancel("user pressed Stop")
@@ -225,7 +222,7 @@ async def with_sdk_alone(record: Recording, folder: Path) -> None:
     async with local_sandbox() as session:
         result = start_turn(record, session, [Shell()])
         run = asyncio.create_task(consume(result))
-        await until_running(record, result, run)
+        await until_running(record, run)
 
         record.stop = record.now()
         result.cancel()
@@ -362,18 +359,25 @@ async def run_both(
     Raises:
         QuiescenceTimeout: the fence could not prove that its turn is quiet.
     """
-    fenced = Recording("With the fence", "fence: sweep, proof", lanes(folder))
-    records.append(fenced)
-    with show.watch(fenced):
-        receipt = await with_fence(fenced, folder)
-    alone = Recording("The same turn, SDK alone", "SDK: cancel, close", lanes(folder))
-    records.append(alone)
-    with show.watch(alone):
-        await with_sdk_alone(alone, folder)
-    # Ended while the loop runs, so that the SDK's transports see their pipes close.
-    procs.end(alone.survivors)
-    await asyncio.sleep(0.1)
-    return fenced, alone, receipt
+    try:
+        fenced = Recording("With the fence", "fence: sweep, proof", lanes(folder))
+        records.append(fenced)
+        with show.watch(fenced):
+            receipt = await with_fence(fenced, folder)
+        alone = Recording("The same turn, SDK alone", "SDK: cancel, close", lanes(folder))
+        records.append(alone)
+        with show.watch(alone):
+            await with_sdk_alone(alone, folder)
+        return fenced, alone, receipt
+    finally:
+        # Ended while the loop runs, so that the SDK's transports see their pipes close.
+        end_all(records)
+        await asyncio.sleep(0.1)
+
+
+def end_all(records: list[Recording]) -> None:
+    """End what is left of these turns, by pid and start time."""
+    procs.end(process for r in records for lane in r.lanes for process in procs.find(lane.token))
 
 
 def demo(show: Show, svg: Path | None, receipt_file: Path | None) -> bool:
@@ -391,8 +395,7 @@ def demo(show: Show, svg: Path | None, receipt_file: Path | None) -> bool:
     try:
         fenced, alone, receipt = asyncio.run(run_both(show, folder, records))
     finally:
-        for record in records:
-            procs.end(process for lane in record.lanes for process in procs.find(lane.token))
+        end_all(records)
         shutil.rmtree(folder)
 
     window = common_window(fenced, alone)
