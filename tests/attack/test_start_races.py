@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,22 @@ from agents.sandbox.errors import ExecTransportError
 from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxSession
 
 from fence import EscalationPolicy, TurnCancelled, TurnFence
-from tests.battery._tools import Tools, assert_proven, run, unix_local, until
+from tests.battery._tools import PATIENCE, Tools, assert_proven, run, unix_local, until
 from tests.support import procs
 
 FIRST = 0.04
 """The part of a start in which the cancels fall, in seconds."""
 
 
-async def remove_litter(fence: TurnFence) -> None:
+def remove_litter(turns: Iterable[str]) -> None:
     """Remove what a late prepare run or a late, refused start leaves until the weekly clean-up."""
-    await until(lambda: procs.find(fence.turn) == [], "the control runs of the turn to end")
-    for directory in Path("/tmp/.fence").glob(f"[0-9]*/{fence.turn}"):
-        for marker in directory.iterdir():
-            assert marker.name == "probe" or marker.read_text().split()[-1] == "refused"
-        shutil.rmtree(directory)
+    for turn in turns:
+        # A prepare run whose turn was cancelled meanwhile is not waited for.
+        procs.wait_until(lambda turn=turn: procs.find(turn) == [], PATIENCE, "control runs to end")  # type: ignore[misc]
+        for directory in Path("/tmp/.fence").glob(f"[0-9]*/{turn}"):
+            for marker in directory.iterdir():
+                assert marker.name == "probe" or marker.read_text().split()[-1] == "refused"
+            shutil.rmtree(directory)
 
 
 def _nasty(token: str, sign: Path) -> str:
@@ -42,6 +44,7 @@ def _nasty(token: str, sign: Path) -> str:
 def test_cancel_at_a_random_moment_of_the_start(cancels: int, tty: bool, tmp_path: Path) -> None:
     """A fifth of them in the same tick; half of them lose their caller as well."""
     chance = random.Random(20)
+    turns: list[str] = []
 
     async def one(tools_of: Callable[[TurnFence], Tools], number: int) -> None:
         token, sign = procs.new_token(), tmp_path / f"sign-{number}"
@@ -65,7 +68,7 @@ def test_cancel_at_a_random_moment_of_the_start(cancels: int, tty: bool, tmp_pat
             (end,) = await asyncio.gather(call, return_exceptions=True)
             assert isinstance(end, TurnCancelled | asyncio.CancelledError), end
             assert sign.exists() == wrote
-        await remove_litter(fence)
+        turns.append(fence.turn)
 
     async def main() -> None:
         async with unix_local() as session:
@@ -81,6 +84,7 @@ def test_cancel_at_a_random_moment_of_the_start(cancels: int, tty: bool, tmp_pat
 
     with procs.canary():
         run(main)
+    remove_litter(turns)
 
 
 def test_without_the_fence_a_random_moment_leaves_processes(tmp_path: Path) -> None:
@@ -151,6 +155,7 @@ def test_start_stalled_before_the_spawn_finds_the_tombstone(
     """The request is in the transport when the turn is proved quiet; it arrives afterwards."""
     token, sign = procs.new_token(), tmp_path / "sign"
     stall.where = "before-spawn"
+    turns: list[str] = []
 
     async def main() -> None:
         late: list[asyncio.Task[Any]] = []
@@ -178,9 +183,10 @@ def test_start_stalled_before_the_spawn_finds_the_tombstone(
             assert isinstance(end, TurnCancelled), end
             assert procs.find(token) == []
             assert not sign.exists()
-        await remove_litter(fence)
+        turns.append(fence.turn)
 
     run(main)
+    remove_litter(turns)
 
 
 def test_start_stalled_after_the_spawn(stall: Stall, tmp_path: Path) -> None:
