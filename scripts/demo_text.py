@@ -120,10 +120,11 @@ def _lane(
     if record.stop is not None:
         row.paint(column(record.stop), column(record.stop), glyphs.stop, "bold")
     free = glyphs.run + glyphs.quiet
+    last = 0
     for at, name in lane.signals:
-        row.put(column(at), LETTERS[name], "bold yellow", over=free)
+        last = row.put(column(at), LETTERS[name], "bold yellow", over=free)
     if (gone := lane.gone) is not None:
-        row.put(column(gone), glyphs.gone, OVER, over=free)
+        row.put(max(column(gone), last), glyphs.gone, OVER, over=free)
     elif lane.running and record.end is not None:
         row.put(column(record.end), glyphs.on, LEFT, over=free)
     return row

@@ -244,11 +244,13 @@ class Show:
     @contextmanager
     def watch(self, record: Recording) -> Iterator[None]:
         """Show the recording until the block ends; in a log, tell its story then."""
-        self.console.print(Rule(record.title, style="bold", characters=self.glyphs.rule))
+        title = Text(record.title, style="bold")
+        if not self.live:
+            self.console.print(Rule(title, characters=self.glyphs.rule))
         with Eyes(record) as eyes:
             if self.live:
                 with Live(
-                    get_renderable=lambda: Group(*self._lines(record)),
+                    get_renderable=lambda: Group(title, *self._lines(record)),
                     console=self.console,
                     refresh_per_second=15,
                     transient=True,
@@ -411,7 +413,9 @@ def demo(show: Show, svg: Path | None, receipt_file: Path | None) -> bool:
     if receipt_file is not None:
         receipt_file.write_text(receipt.to_json(indent=2) + "\n", encoding="utf-8")
     good, words = verdict(fenced, alone)
-    show.console.print(Text(words, style="bold green" if good else "bold red"), soft_wrap=True)
+    show.console.print(
+        Text(words, style="bold green" if good else "bold red"), soft_wrap=not show.live
+    )
     return good
 
 

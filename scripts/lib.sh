@@ -43,11 +43,11 @@ use_venv() { # DIRECTORY EXTRAS
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "$venv is older than Python 3.11: remove it, or set VIRTUAL_ENV to another"
     stamp=$(install_stamp "$venv/bin/python" "$extras")
-    if [ "$(cat "$venv/.turnfence-stamp" 2>/dev/null || true)" != "$stamp" ]; then
+    if [ "$(cat "$venv/.turnfence-$extras" 2>/dev/null || true)" != "$stamp" ]; then
         printf 'setting up %s (once) ...\n' "${venv#"$ROOT"/}" >&2
         "$venv/bin/python" -m pip install --quiet --editable "${ROOT}[${extras}]" ||
             die "pip could not install turnfence[$extras] into $venv"
-        printf '%s\n' "$stamp" >"$venv/.turnfence-stamp"
+        printf '%s\n' "$stamp" >"$venv/.turnfence-$extras"
     fi
     export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
     unset PYTHONHOME
