@@ -345,6 +345,11 @@ class Drain:
             self._driver = self._chore("drain", self._drive)
         return self._driver
 
+    def stop_early(self) -> None:
+        """Let a drain that is under way end as if its deadline were now."""
+        self.deadline = 0.0
+        self._changed.set()
+
     async def wait(self, timeout: float) -> QuiescenceReceipt:
         """Return the receipt once the turn is proven quiet; cancelling ends only the waiter.
 

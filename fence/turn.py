@@ -372,7 +372,8 @@ class TurnFence:
             FenceUsageError: `control` does not fulfil SandboxControl.
         """
         self.check_open()
-        if not isinstance(control, SandboxControl):
+        # The protocol's names are there on the class, too.
+        if isinstance(control, type) or not isinstance(control, SandboxControl):
             raise FenceUsageError("control", control, "a SandboxControl")
         key = (control.provider, control.sandbox_id)
         sandbox = self._drain.sandboxes.get(key)
@@ -724,7 +725,7 @@ async def quiesce_turn(
         on_event: as for TurnFence.
 
     Raises:
-        QuiescenceTimeout: not proven in time.
+        QuiescenceTimeout: not proven in time; nothing goes on in the background then.
         FenceUsageError: a bad value, or a session for which there is no control channel.
         ExtraMissing: a session was passed and openai-agents is not installed.
     """
@@ -743,7 +744,10 @@ async def quiesce_turn(
     drain.origin = "other-process"
     drain.feed(books.LeftoversAssumed(drain.now(), sandbox.key))
     fence.cancel("quiesced from another process")
-    return await fence.wait_for_quiescence(timeout)
+    try:
+        return await fence.wait_for_quiescence(timeout)
+    finally:
+        drain.stop_early()  # nobody else can wait for this one
 
 
 _CONTAINMENTS = ", ".join(get_args(Containment))
@@ -752,9 +756,11 @@ _CONTAINMENTS = ", ".join(get_args(Containment))
 def _load_adapter() -> ModuleType:
     try:
         return importlib.import_module("fence.openai_agents")
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.partition(".")[0] == "agents":
-            raise ExtraMissing("openai-agents") from error
+    except ImportError as error:
+        # The adapter may say it in words of its own; the module that is absent is in the cause.
+        for e in (error, error.__cause__):
+            if isinstance(e, ImportError) and (e.name or "").partition(".")[0] == "agents":
+                raise ExtraMissing("openai-agents") from error
         raise
 
 

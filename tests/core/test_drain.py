@@ -113,7 +113,7 @@ async def test_unknown_is_never_gone() -> None:
     world = FakeSandbox()
     fence = TurnFence(policy=QUICK)
     await start(fence, fence.bind_sandbox(world), world, lives=FOREVER, look="unknown")
-    with pytest.raises(QuiescenceTimeout, match="could not tell|unknown"):
+    with pytest.raises(QuiescenceTimeout, match=r"could not tell|unknown"):
         await fence.wait_for_quiescence(0.05)
     world.processes.clear()
     await fence.wait_for_quiescence()
