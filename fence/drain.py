@@ -231,7 +231,10 @@ class Drain:
         if self.calls.pop(call.op, None) is None:
             return
         operation = self.ledger.operations[call.op]
-        self.feed(books.OperationSettled(self.now(), call.op, how))
+        try:
+            self.feed(books.OperationSettled(self.now(), call.op, how))
+        finally:
+            call.released.set()
         self.emit(
             "operation_settled",
             command=operation.command,
@@ -240,7 +243,6 @@ class Drain:
             operation=operation.kind,
             how=how,
         )
-        call.released.set()
 
     # Preparing a sandbox.
 
@@ -463,7 +465,13 @@ class Drain:
             output = await self._control_run(sandbox, argv, self._sweep_time)
             report = wire.parse_sweep(output, self.turn, run)
         except SandboxGone as error:
-            self.emit("sweep_reported", sandbox=work.key, attempt=attempt, verdict="gone")
+            self.emit(
+                "sweep_reported",
+                sandbox=work.key,
+                attempt=attempt,
+                verdict="gone",
+                containment="gone",
+            )
             self.feed(books.SandboxVanished(self.now(), work.key, error.evidence))
         except (ControlError, InvalidReport) as error:
             text = _text(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import trio
 
 T = TypeVar("T")
+
+log = logging.getLogger("fence")
 
 
 class Home:
@@ -223,6 +226,9 @@ class OwnedTask(Generic[T]):
             value = await call()
         except asyncio.CancelledError as error:
             self._finish(None, error, cancelled=True)
+        except GeneratorExit:
+            # Thrown away with its closed loop: not an end that anybody could rely on.
+            raise
         except (KeyboardInterrupt, SystemExit) as error:
             self._finish(None, error)
             raise
@@ -243,6 +249,8 @@ class OwnedTask(Generic[T]):
                 value = await call()
         except trio.Cancelled as error:
             self._finish(None, error, cancelled=True)
+            raise
+        except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001 - kept as the outcome
             failure = error
@@ -266,7 +274,10 @@ class OwnedTask(Generic[T]):
         self._latch.set()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                log.exception("a callback of the owned task %r failed", self.name)
 
 
 def is_cancellation(error: BaseException) -> bool:

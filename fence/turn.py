@@ -547,6 +547,8 @@ class TurnFence:
         try:
             await call.released.wait()
         except BaseException:
+            if drain.home is None or not drain.home.is_current():
+                raise  # thrown away with its closed loop
             drain.emit(
                 "caller_lost",
                 command=drain.ledger.operations[call.op].command,

@@ -365,6 +365,36 @@ def test_ctrl_c_on_a_running_program_is_raised_after_the_proof() -> None:
     assert world.alive() == []
 
 
+def test_a_second_ctrl_c_does_not_skip_the_proof() -> None:
+    """The second one ends the loop's run; the tasks are cancelled, and the block still waits."""
+    world = FakeSandbox()
+    fences = []
+
+    async def main() -> None:
+        world.gate = anyio.Event()
+        loop = asyncio.get_running_loop()
+
+        def again() -> None:
+            if not world.turn_sweeps:
+                loop.call_soon(again)
+                return
+            assert world.gate is not None
+            loop.call_later(0.05, world.gate.set)
+            signal.raise_signal(signal.SIGINT)
+
+        async with TurnFence(policy=QUICK) as fence:
+            fences.append(fence)
+            await start(fence, fence.bind_sandbox(world), world)
+            loop.call_soon(again)
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(3600)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert fences[0].receipt is not None
+    assert world.alive() == []
+
+
 async def test_a_fence_may_be_closed_in_another_task_than_it_was_opened_in() -> None:
     world = FakeSandbox()
     fence = TurnFence(policy=QUICK)
