@@ -96,10 +96,12 @@ def _fenced_class(base: type[Capability]) -> type[Capability]:
         return made
 
     fenced: type[Capability] = type(
-        f"Fenced{base.__name__}",
+        base.__name__,
         (base,),
         {
-            "__module__": __name__,
+            # The SDK tells the agents of a saved run apart by these, too.
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "__annotations__": {"_fence_link": Any},
             "_fence_link": PrivateAttr(default=None),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 EXEC = "exec_command"
 WRITE = "write_stdin"
+MARK = "_fence_wrapped_by"
+"""Attribute of a wrapped tool: the fences around it."""
 FOREIGN_NAMES = frozenset({EXEC, WRITE})
 
 # Stands for a word that the outer shell must expand; no command has this as its shell's name.
@@ -70,7 +72,12 @@ class ForeignShell:
     def learn(self, tools: Iterable[Any]) -> None:
         """Remember the unwrapped write tool: the way to a running command's terminal."""
         for tool in tools:
-            if isinstance(tool, FunctionTool) and tool.name == WRITE:
+            # One that this fence has wrapped already would refuse our Ctrl-C after the cancel.
+            if (
+                isinstance(tool, FunctionTool)
+                and tool.name == WRITE
+                and self._fence not in getattr(tool, MARK, ())
+            ):
                 self._write = tool
 
     def around(self, tool: FunctionTool) -> Around:

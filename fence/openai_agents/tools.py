@@ -30,7 +30,7 @@ from agents.tool import (
 from fence.openai_agents import internals
 from fence.openai_agents.correlation import call_scope
 from fence.openai_agents.errors import runner_boundary
-from fence.openai_agents.foreign import FOREIGN_NAMES, ForeignShell
+from fence.openai_agents.foreign import FOREIGN_NAMES, MARK, ForeignShell
 from fence.openai_agents.session import wrap_session
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fence.openai_agents")
 EditorResult = ApplyPatchResult | str | None
-_MARK = "_fence_wrapped_by"
 _KNOWN = (
     ApplyPatchTool,
     ComputerTool,
@@ -78,13 +77,13 @@ def wrap_tools(
 
 def _wrap_tool(fence: TurnFence, tool: Any, foreign: ForeignShell | None) -> Any:
     # Nothing of an unknown object is looked at.
-    if not isinstance(tool, _KNOWN) or fence in getattr(tool, _MARK, ()):
+    if not isinstance(tool, _KNOWN) or fence in getattr(tool, MARK, ()):
         return tool
     wrapped = _copy_of(fence, tool, foreign)
     if wrapped is not tool:
-        marks = (*getattr(tool, _MARK, ()), fence)
+        marks = (*getattr(tool, MARK, ()), fence)
         # Past __setattr__ of frozen classes; every wrapped kind has a __dict__.
-        wrapped.__dict__[_MARK] = marks
+        wrapped.__dict__[MARK] = marks
     return wrapped
 
 
@@ -213,7 +212,7 @@ def _rebind(tool: Any, copied: Any, invoker: Any) -> tuple[Any, bool]:
         bound = bound or any(word is tool for word in invoker.args)
         return functools.partial(inner, *args, **invoker.keywords), bound
     # The fence of an outer turn: its wrapper was made for a tool whose session it fenced.
-    return invoker, bool(getattr(tool, _MARK, ()))
+    return invoker, bool(getattr(tool, MARK, ()))
 
 
 # Custom tools and apply_patch

@@ -23,6 +23,9 @@ async def test_a_wrapped_capability_is_still_one_of_its_class(fence, session):
         assert wrapped is not original
         assert isinstance(wrapped, type(original))
         assert wrapped.type == original.type
+        assert type(wrapped).__module__ == type(original).__module__
+        assert type(wrapped).__qualname__ == type(original).__qualname__
+        assert repr(wrapped) == repr(original)
         assert wrapped.required_capability_types() == original.required_capability_types()
         assert fence.wrap_capability(wrapped) is wrapped
         wrapped.bind(session)
@@ -149,7 +152,11 @@ async def test_lazy_skills_load_through_the_fence(fence, session, workspace, h, 
 async def test_a_whole_run_with_all_of_them(fence, session, workspace, h):
     token = procs.new_token()
     agent = h.agent(
-        function_call("exec_command", {"cmd": f"setsid sleep {token} & echo up"}, call_id="a"),
+        function_call(
+            "exec_command",
+            {"cmd": f"setsid sleep {token} & echo up", "yield_time_ms": 1000},
+            call_id="a",
+        ),
         function_call("exec_command", {"cmd": "pwd"}, call_id="b"),
         capabilities=fence.wrap_capabilities([Shell(), Filesystem(), Compaction()]),
     )

@@ -242,7 +242,7 @@ def test_mcp_helpers_the_sdk_calls():
 
 def test_only_internals_touches_private_names():
     """Parse the adapter: `x._name` on anything but self, and imports of private names."""
-    allowed = {"_FenceLink", "_MARK"}
+    allowed = {"_FenceLink"}
     for path in PACKAGE.glob("*.py"):
         if path.name == "internals.py":
             continue

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import pwd
+import shutil
+import subprocess
+import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -417,7 +422,7 @@ async def test_nested_fences_each_stop_their_own(session, h):
             receipt = await inner.wait_for_quiescence()
             assert len([p for p in procs.find(token) if p.name == "sleep"]) == 1
             assert not outer.cancelled
-            assert receipt.containment == "lineage-unbranded"
+            assert receipt.containment == "lineage-unbranded", receipt
         # The inner fence is closed, the outer one goes on.
         assert (await around.exec("echo x")).stdout == b"x\n"
         with pytest.raises(TurnCancelled):
@@ -508,3 +513,64 @@ async def test_the_sandbox_under_a_session_is_bound_once(session, fence):
     two, second = bind(fence, session)
     assert one is two
     assert first is second
+
+
+async def test_a_command_as_another_user(session, fence, h, tmp_path, monkeypatch, workspace):
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv to become somebody else")
+    if shutil.which("sudo") is None:
+        # What the SDK calls, in three lines: `sudo -u USER -- ARGV...`.
+        sudo = tmp_path / "bin" / "sudo"
+        sudo.parent.mkdir()
+        sudo.write_text(
+            "#!/bin/sh\nuser=$2; shift 3\n"
+            'exec setpriv --reuid="$user" --regid=nogroup --clear-groups -- "$@"\n'
+        )
+        sudo.chmod(0o755)
+        for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent, workspace):
+            folder.chmod(0o755)
+        workspace.parent.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{sudo.parent}:{os.environ['PATH']}")
+    fenced = fence.wrap_session(session)
+    with_fence = await fenced.exec("id -un; pwd", user="nobody")
+    without = await session.exec("id -un; pwd", user="nobody")
+    assert vars(with_fence) == vars(without)
+    assert with_fence.stdout.startswith(b"nobody\n")
+    token = procs.new_token()
+    await fenced.pty_exec_start(
+        f"env -i setsid sleep {token} & sleep {token}", user="nobody", yield_time_s=0.3
+    )
+    left = await h.running(token, 2)
+    assert {Path(f"/proc/{p.pid}").stat().st_uid for p in left} == {pwd.getpwnam("nobody").pw_uid}
+    receipt = await fence.wait_for_quiescence()
+    assert procs.find(token) == []
+    assert receipt.commands[1].outcome == "stopped"
+
+
+IGNORING = """
+import asyncio, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxClient
+from fence import TurnFence
+
+async def main():
+    client = UnixLocalSandboxClient()
+    async with await client.create() as session:
+        fence = TurnFence()
+        fenced = fence.wrap_session(session)
+        await fenced.pty_exec_start(f"setsid sleep {sys.argv[1]} & wait", yield_time_s=1)
+        receipt = await fence.wait_for_quiescence()
+        print(receipt.proven, [c.outcome for c in receipt.commands], receipt.sandboxes[0].errors)
+    await client.delete(session)
+
+asyncio.run(main())
+"""
+
+
+def test_a_host_that_ignores_sigchld():
+    token = procs.new_token()
+    done = subprocess.run(
+        [sys.executable, "-c", IGNORING, token], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "True ['stopped'] ()\n", done.stderr
+    assert procs.find(token) == []
