@@ -45,7 +45,7 @@ use_venv() { # DIRECTORY EXTRAS
     stamp=$(install_stamp "$venv/bin/python" "$extras")
     if [ "$(cat "$venv/.turnfence-$extras" 2>/dev/null || true)" != "$stamp" ]; then
         printf 'setting up %s (once) ...\n' "${venv#"$ROOT"/}" >&2
-        "$venv/bin/python" -m pip install --quiet --editable "${ROOT}[${extras}]" ||
+        "$venv/bin/python" -m pip install -qq --editable "${ROOT}[${extras}]" ||
             die "pip could not install turnfence[$extras] into $venv"
         printf '%s\n' "$stamp" >"$venv/.turnfence-$extras"
     fi
