@@ -7,11 +7,21 @@ package when they are first used, so that the core works without the SDK.
 from __future__ import annotations
 
 try:
-    import agents.sandbox  # noqa: F401
-except ImportError as error:
-    raise ImportError(
+    import fence.openai_agents.internals  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.partition(".")[0] != "agents":
+        raise
+    raise ModuleNotFoundError(
         "fence.openai_agents needs the OpenAI Agents SDK 0.24: "
-        "pip install 'turnfence[openai-agents]'"
+        "pip install 'turnfence[openai-agents]'",
+        name=error.name,
+    ) from error
+except ImportError as error:
+    # Another version of the SDK: a private name has moved.
+    raise ImportError(
+        "the installed openai-agents is not the version that turnfence was made for (0.24): "
+        f"{error}; pip install 'turnfence[openai-agents]'",
+        name=error.name,
     ) from error
 
 from fence.openai_agents.capabilities import wrap_capabilities, wrap_capability

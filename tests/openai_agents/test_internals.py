@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -255,3 +257,31 @@ def test_only_internals_touches_private_names():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("agents"):
                 private = [alias.name for alias in node.names if alias.name.startswith("_")]
                 assert private == [], f"{path.name}: {private}"
+
+
+def _import_with(preparation: str) -> str:
+    program = (
+        f"import sys\n{preparation}\nimport fence\n"
+        "try:\n    fence.TurnFence().wrap_tools([])\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+        "try:\n    import fence.openai_agents\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_the_sdk_the_error_says_what_to_install():
+    first, second = _import_with("sys.modules['agents'] = None").splitlines()
+    assert first.startswith("ExtraMissing")
+    assert second.startswith("ModuleNotFoundError fence.openai_agents needs the OpenAI Agents SDK")
+
+
+def test_with_another_sdk_the_error_says_which():
+    first, second = _import_with(
+        "import agents.tool\ndel agents.tool._is_computer_provider"
+    ).splitlines()
+    assert "openai-agents" in first
+    assert second.startswith("ImportError the installed openai-agents is not the version")
+    assert "_is_computer_provider" in second

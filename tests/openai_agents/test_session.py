@@ -422,7 +422,7 @@ async def test_nested_fences_each_stop_their_own(session, h):
             receipt = await inner.wait_for_quiescence()
             assert len([p for p in procs.find(token) if p.name == "sleep"]) == 1
             assert not outer.cancelled
-            assert receipt.containment == "lineage-unbranded", receipt
+            assert receipt.containment == "lineage-unbranded", receipt.to_json()
         # The inner fence is closed, the outer one goes on.
         assert (await around.exec("echo x")).stdout == b"x\n"
         with pytest.raises(TurnCancelled):
