@@ -514,7 +514,8 @@ class Drain:
             self.feed(books.CommandSweepFailed(self.now(), work.number, text))
         else:
             self._tell(report, command.sandbox, work.failures + 1, command=work.number)
-            if report.verdict != "clear" and self._stop_gave_up(work, report.verdict):
+            proof = self.ledger.is_proof(report)
+            if not proof and self._stop_gave_up(work, f"{report.verdict}, {report.snapshot}"):
                 return
             self.feed(books.CommandSwept(self.now(), work.number, report))
 

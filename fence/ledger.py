@@ -240,6 +240,7 @@ class SandboxEntry:
     """One bound sandbox and what its sweeps said."""
 
     key: Key
+    interruptible: bool = False
     unbranded: bool = False
     foreign: bool = False
     """Whether another process may have started the turn's commands in it."""
@@ -293,9 +294,13 @@ class Event:
 
 @dataclass(frozen=True)
 class SandboxBound(Event):
-    """A sandbox became known; the second time says nothing."""
+    """A sandbox became known, or what is known of it changed.
+
+    `interruptible`: Ctrl-C can be written to the PTYs of its commands.
+    """
 
     key: Key
+    interruptible: bool = False
 
 
 @dataclass(frozen=True)
@@ -659,7 +664,8 @@ class Ledger:
         work: Iterator[Work] | None
         match event:
             case SandboxBound():
-                self.sandboxes.setdefault(event.key, SandboxEntry(event.key))
+                box = self.sandboxes.setdefault(event.key, SandboxEntry(event.key))
+                box.interruptible = event.interruptible
                 work = None
             case SandboxPrepared():
                 box = self._sandbox(event.key)
@@ -827,7 +833,7 @@ class Ledger:
         command = self._command(event.number)
         box = self._sandbox(command.sandbox)
         self._record_look(box, event.report, event.at)
-        if self._is_proof(event.report):
+        if self.is_proof(event.report):
             command.ended_at = command.ended_at or event.at
             self._move_command(command, CommandFact.CLEARED)
         elif not self.cancelled:
@@ -858,11 +864,13 @@ class Ledger:
             raise FenceInternalError("a drain began before the cancel")
         # Ctrl-C to the terminals first, then the sweeps: a raw-mode program expects the byte.
         for command in self.commands.values():
+            box = self._sandbox(command.sandbox)
             if (
                 command.tty
                 and command.state is CommandState.RUNNING
                 and command.session is not None
-                and not self.is_proven(self._sandbox(command.sandbox))
+                and box.interruptible
+                and not self.is_proven(box)
             ):
                 command.interrupted = True
                 yield InterruptPty(command.number, command.session)
@@ -908,7 +916,7 @@ class Ledger:
         box.snapshot = report.snapshot
         box.scans += report.scans
         box.unseen += report.unseen
-        if not self._is_proof(report):
+        if not self.is_proof(report):
             yield from self._sweep_failed(event.key, _why_no_proof(report))
             return
         self._move_sandbox(box, SandboxFact.CLEAR)
@@ -1004,7 +1012,8 @@ class Ledger:
 
     # Shared steps.
 
-    def _is_proof(self, report: SweepReport) -> bool:
+    def is_proof(self, report: SweepReport) -> bool:
+        """Whether a report proves what it was asked about."""
         return report.verdict == "clear" and (
             self.accept_sampled or report.snapshot == "consistent"
         )

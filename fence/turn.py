@@ -247,6 +247,8 @@ class TurnFence:
 
     async def _wait_from_afar(self, home: Home, timeout: float | None) -> QuiescenceReceipt:
         """Wait from another running event loop: the drain stays on the home loop."""
+        policy = self._drain.policy
+        give_up = anyio.current_time() + (policy.deadline if timeout is None else timeout)
         answer: list[OwnedTask[QuiescenceReceipt]] = []
         done = Latch()
 
@@ -255,9 +257,18 @@ class TurnFence:
             answer.append(task)
             task.on_done(done.set)
 
-        home.call_soon(start)
-        await done.wait()
-        return answer[0].result()
+        if home.call_soon(start):
+            # A home that stops in the middle answers nothing.
+            with anyio.CancelScope(deadline=give_up + 2 * policy.call_grace):
+                await done.wait()
+        if answer and answer[0].done and not answer[0].cancelled:
+            return answer[0].result()
+        left = max(0.0, give_up - anyio.current_time())
+        if left == 0 and home.is_alive():
+            raise QuiescenceTimeout(self._drain.assemble(proven=False))
+        # The home is going down: look again in a moment whether it is over.
+        await anyio.sleep(min(left, policy.retry_first))
+        return await self.wait_for_quiescence(left)
 
     async def running(self) -> tuple[ProcessReport, ...]:
         """Return the turn's processes that are alive or could not be looked at, as of now.
@@ -379,16 +390,24 @@ class TurnFence:
         sandbox = self._drain.sandboxes.get(key)
         if sandbox is None:
             sandbox = self._drain.sandboxes[key] = Sandbox(key, control)
-            self._drain.feed(books.SandboxBound(self._drain.now(), key))
         sandbox.control = control
         sandbox.interrupt = interrupt or sandbox.interrupt
         sandbox.probe = probe or sandbox.probe
+        self._bound(sandbox)
         return sandbox
 
+    def _bound(self, sandbox: Sandbox) -> None:
+        able = sandbox.interrupt is not None
+        self._drain.feed(books.SandboxBound(self._drain.now(), sandbox.key, able))
+
     async def session_closed(self, sandbox: Sandbox) -> None:
-        """Note that the provider's session object is closed; its control must go on working."""
+        """Note that the provider's session object is closed; its control must go on working.
+
+        From now on its callbacks are not called; an adopted session can no longer be proved ended.
+        """
         sandbox.interrupt = None
         sandbox.probe = None
+        self._bound(sandbox)
 
     async def start_command(
         self,

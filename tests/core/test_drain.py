@@ -349,6 +349,20 @@ async def test_ctrl_c_goes_to_terminals_first_and_their_commands_get_no_second_i
     assert sink.kinds.index("pty_interrupted") < sink.kinds.index("sweep_started")
 
 
+async def test_without_a_session_nobody_is_spared_the_sweep_s_int() -> None:
+    """Ctrl-C cannot be written any more, so the sweep has to send it."""
+
+    async def interrupt(session: int) -> None:
+        raise AssertionError("its session is closed")
+
+    world = FakeSandbox()
+    async with TurnFence(policy=QUICK) as fence:
+        box = fence.bind_sandbox(world, interrupt=interrupt)
+        await start(fence, box, world, tty=True)
+        await fence.session_closed(box)
+    assert world.turn_sweeps[0].no_int == ()
+
+
 async def test_an_interrupt_that_fails_changes_nothing() -> None:
     async def interrupt(session: int) -> None:
         raise OSError("no such session")

@@ -68,8 +68,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     ledger_class: type[Ledger] = Ledger
 
-    @initialize(accept_sampled=st.booleans(), running=st.integers(0, 2), stdin=st.booleans())
-    def begin(self, accept_sampled: bool, running: int, stdin: bool) -> None:
+    @initialize(
+        accept_sampled=st.booleans(),
+        running=st.integers(0, 2),
+        yielded=st.booleans(),
+        waiting=st.booleans(),
+        stdin=st.booleans(),
+    )
+    def begin(
+        self, accept_sampled: bool, running: int, yielded: bool, waiting: bool, stdin: bool
+    ) -> None:
         self.ledger = self.ledger_class(accept_sampled=accept_sampled)
         self.accept_sampled = accept_sampled
         self.time = 1.0
@@ -92,11 +100,15 @@ class LedgerMachine(RuleBasedStateMachine):
         self.rejected = 0
         self.final: dict[object, object] = {}
         for key in KEYS:
-            self.feed(books.SandboxBound(self.tick(), key))
+            self.feed(books.SandboxBound(self.tick(), key, interruptible=True))
         # A turn is most often cancelled with something going on.
         for n in range(running):
             self.call("start", KEYS[n], 1)
             self.begin_start(n + 1, tty=True)
+            if yielded:
+                self.start_returned(n + 1, session=1)
+        if waiting:
+            self.call("start", KEYS[1], 1)
         if stdin:
             self.call("stdin", KEYS[1], 3)
 
@@ -185,13 +197,16 @@ class LedgerMachine(RuleBasedStateMachine):
         op = data.draw(
             st.sampled_from([o for o in self._starts(begun=True) if o not in self.answered])
         )
-        self.answered.add(op)
-        self.feed(
-            books.StartReturned(
-                self.tick(), op, session if how == "s" else None, 0 if how == "e" else None
-            )
+        self.start_returned(
+            op, session=session if how == "s" else None, exit_code=0 if how == "e" else None
         )
-        if how == "s":
+
+    def start_returned(
+        self, op: int, *, session: int | None = None, exit_code: int | None = None
+    ) -> None:
+        self.answered.add(op)
+        self.feed(books.StartReturned(self.tick(), op, session, exit_code))
+        if session is not None:
             # The provider gave the id to a command of ours: it names that one from now on.
             self.adopted.discard((self.box_of[op], session))
             self.adopted_open.discard((self.box_of[op], session))
@@ -405,12 +420,12 @@ class StartsAfterTheCancel(Ledger):
 
 
 class TakesUnknownForClear(Ledger):
-    def _is_proof(self, report):
+    def is_proof(self, report):
         return report.verdict != "alive"
 
 
 class TakesAnyClearReport(Ledger):
-    def _is_proof(self, report):
+    def is_proof(self, report):
         return report.verdict == "clear"
 
 
@@ -444,7 +459,8 @@ class GivesUpTooEarly(Ledger):
     def _grace_over(self, event):
         yield from super()._grace_over(event)
         for op in self.open_operations():
-            if op.kind == "start" and op.state is OperationState.CANCELLING:
+            if op.command is not None:
+                self._move_operation(op, books.OperationFact.CANCEL)
                 self._move_operation(op, books.OperationFact.GIVE_UP)
                 yield books.ReleaseCaller(op.id)
 
@@ -509,6 +525,7 @@ def test_the_machine_finds_a_planted_bug(bug: type[Ledger]) -> None:
                 stateful_step_count=40,
                 deadline=None,
                 database=None,
+                derandomize=True,
                 phases=[Phase.generate],
                 report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
@@ -591,7 +608,7 @@ def test_a_turn_is_cancelled_once_and_a_call_settles_once() -> None:
 def test_the_work_of_a_drain_comes_in_order() -> None:
     """Ctrl-C before the sweep; an adopted session and a hook at the same time."""
     ledger = Ledger()
-    ledger.apply(books.SandboxBound(0.0, KEYS[0]))
+    ledger.apply(books.SandboxBound(0.0, KEYS[0], interruptible=True))
     ledger.apply(books.CallArrived(1.0, "start", "start", "c", KEYS[0]))
     ledger.apply(books.StartReady(1.0, 1, tty=True))
     ledger.apply(books.StartReturned(1.0, 1, 55, None))

@@ -585,6 +585,35 @@ async def test_another_running_loop_may_wait_but_not_call() -> None:
     assert world.alive() == []
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_a_home_that_goes_down_hands_the_drain_to_who_waits_elsewhere() -> None:
+    world, leave = FakeSandbox(always="hang"), threading.Event()
+    fence = TurnFence(policy=QUICK)
+
+    async def home() -> None:
+        await start(fence, fence.bind_sandbox(world), world)
+        await anyio.to_thread.run_sync(leave.wait)
+        world.always = None
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(
+            lambda: anyio.to_thread.run_sync(lambda: anyio.run(home, backend="asyncio"))
+        )
+        while not world.processes:
+            await anyio.sleep(0.001)
+
+        async def let_it_end() -> None:
+            while not world.turn_sweeps:
+                await anyio.sleep(0.001)
+            leave.set()
+
+        group.start_soon(let_it_end)
+        receipt = await fence.wait_for_quiescence()
+    assert receipt.proven
+    assert receipt.sandboxes[0].control_runs == 2
+    assert world.alive() == []
+
+
 async def test_a_thrown_away_block_is_cancelled_without_an_await() -> None:
     fence = TurnFence(policy=QUICK)
 
