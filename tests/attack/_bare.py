@@ -1,6 +1,6 @@
 """A turn in bare shells, without the library's async part: for sandboxes that are hard to come by.
 
-`Bare` runs the three scripts under any prefix: another uid, another namespace, a read-only /tmp. The
+`Bare` runs the three scripts under any prefix: another uid, another namespace. The
 argument vectors and the parser are the library's; who lives is decided by /proc.
 """
 
