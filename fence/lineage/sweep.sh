@@ -105,6 +105,13 @@ name_of_text() {
   esac
 }
 
+# bash reads ahead and gives back what it did not use by lseek(2). Where that fails, because the
+# process is gone, the rest would be served as the next file's content. /dev/null takes it back.
+settle() { :; }
+if [ -n "${BASH_VERSION-}" ]; then
+  settle() { read -r rest </dev/null; }
+fi
+
 # Signal masks and the uid, from /proc/PID/status.
 status() {
   uid=- pending=0 shared=0 ignored=0
@@ -119,6 +126,7 @@ status() {
       ;;
     esac
   done 2>/dev/null <"/proc/$1/status"
+  settle
 }
 
 # Signals 2 and 15 are bits 1 and 14 of the hex masks.
@@ -140,6 +148,7 @@ limit_of() {
       break
     fi
   done 2>/dev/null <"/proc/$1/limits"
+  settle
 }
 
 # Sets lineages to what a pid's environment says (any of its threads': a zombie leader has none).
@@ -502,12 +511,12 @@ read_marker() {
   case $outcome in
   invalid) note "the marker of command $number is not one of ours" ;;
   *)
-    # shellcheck disable=SC2254
     case $mbrand in
-    $brands) has_brand=1 ;;
-    *) [ "$mpid" = - ] || unbranded=1 ;;
+    "$(((1000000 + 0x${turn%"${turn#??????}"}) * 1000 + number % 1000))") has_brand=1 ;;
+    -) [ "$mpid" = - ] || unbranded=1 ;;
+    *) note "the marker of command $number bears a brand that is not this turn's" ;;
     esac
-    if [ "$mpid" != - ]; then believe; fi
+    if [ "$mpid" != - ] && { [ "$has_brand" = 1 ] || [ "$mbrand" = - ]; }; then believe; fi
     ;;
   esac
   markers="${markers}m $number $owner $mpid $mstart $has_brand $outcome$nl"
@@ -634,7 +643,9 @@ step() {
     case $problem in other-turn | ancestor | init) continue ;; esac
     case $rung in
     new)
-      if [ "$((now - begin))" -gt "$late" ]; then
+      if helps; then
+        :
+      elif [ "$((now - begin))" -gt "$late" ]; then
         doomed="$doomed $k"
       else
         send INT
@@ -664,6 +675,25 @@ step() {
     esac
   done
   [ -z "$doomed" ] || kill_all "$doomed"
+}
+
+# Started by a process of the turn after that one had its signal: this is how it answers, and a
+# signal now would break a handler that puts things in order. It has its starter's grace, no own.
+helps() {
+  above=$ppid
+  for generation in 1 2 3 4 5 6 7 8; do
+    eval "above=\${i_$above:-0}"
+    [ "$above" != 0 ] || return 1
+    eval "rung=\$w_$above since=\$f_$above see=\$l_$above"
+    [ "$see" = alive ] || return 1
+    case $rung in
+    int) [ "$start" -ge "$since" ] && [ "$((now - since))" -lt "$int_grace" ] && return 0 ;;
+    term) [ "$start" -ge "$since" ] && [ "$((now - since))" -lt "$term_grace" ] && return 0 ;;
+    esac
+    [ "$rung" = new ] || return 1
+    eval "above=\$a_$above"
+  done
+  return 1
 }
 
 deaf() {
