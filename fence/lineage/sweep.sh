@@ -226,7 +226,20 @@ record() {
     fi
     ;;
   esac
+  # At most one SIGINT each: a handler may take the second for "abort". A tombstone that was there
+  # before says that a sweep has been here and has sent it, whatever became of its reply.
+  if [ "$again" = 1 ] || { [ "$scope" = - ] && buried_before "$command"; }; then
+    eval "w_$k=int"
+  fi
   live="$live $k"
+}
+
+buried_before() {
+  [ "$1" != - ] || return 1
+  for directory in $directories; do
+    [ ! -e "$directory/$turn.$1.cancelled" ] || return 0
+  done
+  return 1
 }
 
 # Is a zombie: the leader's state, and that of each thread (proc(5): a leader that ended alone shows
@@ -292,6 +305,15 @@ look_again() {
   done
   live=$still
 }
+
+# Nothing that was frozen here stays frozen, also when the sweep itself is told to end.
+thaw() {
+  for k in $live; do
+    eval "signals=\$g_$k"
+    case $signals in *STOP@*) case $signals in *KILL@*) ;; *) send CONT ;; esac ;; esac
+  done
+}
+trap 'thaw; exit 76' TERM INT
 
 # Sends a signal to record k if pid and start time are still the scanned ones: kill is a builtin, so
 # nothing but a few instructions lies between the look and the signal.
@@ -750,7 +772,7 @@ if command -v grep >/dev/null 2>&1; then grep=1; else note 'no grep: each proces
 if ! read -r text 2>/dev/null </proc/1/stat; then containment='own-uid'; fi
 
 # STEP tombstone, in every directory that a command of this turn may look at.
-directories='' buried=0
+directories='' buried=0 again=0
 status "$$"
 me_uid=$uid
 for candidate in /tmp/.fence /var/tmp/.fence /dev/shm/.fence "/tmp/.fence-$me_uid"; do
@@ -770,6 +792,7 @@ for candidate in /tmp/.fence /var/tmp/.fence /dev/shm/.fence "/tmp/.fence-$me_ui
   [ "$scope" = - ] || stone=$candidate/$turn.$scope.cancelled
   # Removed first: what lies there may be another uid's, or a link that leads elsewhere.
   if [ -L "$stone" ]; then rm -f "$stone" 2>/dev/null; fi
+  [ ! -e "$stone" ] || again=1
   [ -e "$stone" ] || echo fence1 2>/dev/null >"$stone"
   if [ -e "$stone" ]; then buried=1; else cannot_tell "the tombstone cannot be written in $candidate"; fi
 done
@@ -842,11 +865,7 @@ if [ "$mode" = stop ]; then
   done
 fi
 
-# Nothing that was frozen here stays frozen.
-for k in $live; do
-  eval "signals=\$g_$k"
-  case $signals in *STOP@*) case $signals in *KILL@*) ;; *) send CONT ;; esac ;; esac
-done
+thaw
 
 clock
 verdict=clear

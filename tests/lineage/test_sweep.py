@@ -613,3 +613,38 @@ def test_a_chain_that_always_moves_is_caught(
         before = beats()
         one.sweep(look=True, launcher=True)
         assert beats() == before
+
+
+def test_nobody_gets_a_second_int_from_a_second_sweep(box: Box, tmp_path: Path) -> None:
+    """The reply of the first was lost in its middle; a handler that aborts on the second Ctrl-C."""
+    log = tmp_path / "log"
+    text = (
+        f"trap 'echo INT >>{log}' INT; trap 'sleep 3' TERM; echo up; while :; do sleep 0.02; done"
+    )
+    with box.command(text) as child:
+        assert first_line(child) == "up"
+        argv = marks.sweep_argv(box.turn, marks.new_run_token(), box.policy)
+        first = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        procs.wait_until(log.exists, 9, "the first INT")
+        first.kill()
+        first.wait(9)
+        found = box.sweep()
+        assert found.verdict == "clear"
+        assert "INT" not in names(by_pid(found, child.pid))
+    assert log.read_text() == "INT\n"
+
+
+def test_a_command_that_was_stopped_alone_gets_no_second_int(box: Box, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    text = (
+        f"trap 'echo INT >>{log}' INT; trap 'sleep 3' TERM; echo up; while :; do sleep 0.02; done"
+    )
+    with box.command(text) as child:
+        assert first_line(child) == "up"
+        argv = marks.sweep_argv(box.turn, marks.new_run_token(), box.policy, command=1)
+        first = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        procs.wait_until(log.exists, 9, "the first INT")
+        first.kill()
+        first.wait(9)
+        assert "INT" not in names(by_pid(box.sweep(), child.pid))
+    assert log.read_text() == "INT\n"
