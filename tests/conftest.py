@@ -51,10 +51,11 @@ def no_leaks(
 ) -> Iterator[leaks.LeakCheck]:
     """Fail the test, naming it, for a process, descriptor, marker or temporary file left behind."""
     token = f"{os.getpid()}-{next(_numbers)}"
-    temporary = tmp_path_factory.getbasetemp() / f"tmp-{token}"
+    base = tmp_path_factory.getbasetemp()
+    temporary = base / f"tmp-{token}"
     undo = leaks.redirect_temporary_files(temporary)
     os.environ[leaks.TEST_VARIABLE] = token
-    check = leaks.LeakCheck(token, temporary)
+    check = leaks.LeakCheck(token, temporary, base)
     _current.append(check)
     try:
         yield check

@@ -1,7 +1,7 @@
 """What a test may leave behind: nothing. Finds it, names it, and removes it.
 
-A process is the test's if it is a child, carries the test's or one of its turns' marks, or has a
-token of the test in its argv. Other programs on the machine are never looked at twice.
+A process is the test's if it began during the test and is a child, carries the test's or one of its
+turns' marks, has a token of the test in its argv, or works in the run's temporary directory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,8 @@ FENCE_DIRECTORIES = (Path("/tmp/.fence"), Path("/var/tmp/.fence"), Path("/dev/sh
 
 # A process that was told to end, and a transport that was told to close, may take this long.
 GRACE = 2.0
+END_PATIENCE = 10.0
+CHASE, CHASE_QUIET = 0.1, 0.002
 
 T = TypeVar("T")
 
@@ -30,9 +32,10 @@ T = TypeVar("T")
 class LeakCheck:
     """Takes stock when it is made; `finish()` says what is there that was not there then."""
 
-    def __init__(self, token: str, temporary: Path) -> None:
+    def __init__(self, token: str, temporary: Path, base: Path | None = None) -> None:
         self.token = token
         self.temporary = temporary
+        self._base = f"{base}/" if base is not None else None
         self.turns: set[str] = set()
         self._processes = procs.snapshot()
         self._descriptors = descriptors()
@@ -43,7 +46,8 @@ class LeakCheck:
         problems: list[str] = []
         left = _settle(lambda: self._left_processes(tokens))
         problems += [f"process left: {process}" for process in left]
-        procs.end(left)
+        if left:
+            problems += self._end(tokens)
         if check_descriptors:
             opened = _settle(self._left_descriptors)
             problems += [f"descriptor left open: {number} -> {to}" for number, to in opened]
@@ -52,14 +56,42 @@ class LeakCheck:
 
     def _left_processes(self, tokens: list[str]) -> list[procs.Process]:
         # Only what is new since the test began is looked at closely: that keeps the check cheap.
-        new = procs.snapshot() - self._processes
-        found = [p for pid, start in new if (p := procs.read(pid)) is not None and p.start == start]
-        return [p for p in found if p.state not in "ZX" and self._is_mine(p, tokens)]
+        newest = procs.newest_pid()
+        found = {p.pid: p for p in procs.everything() if self._is_left(p, tokens)}
+        for process in _newcomers(newest):
+            if process.pid not in found and self._is_left(process, tokens):
+                found[process.pid] = process
+                break
+        return list(found.values())
+
+    def _end(self, tokens: list[str]) -> list[str]:
+        """KILL what is left until two looks in a row find nothing; name what cannot be ended."""
+        deadline = time.monotonic() + END_PATIENCE
+        empty = 0
+        while empty < 2:
+            left = self._left_processes(tokens)
+            # Right when they are found: a chain of forks is somewhere else a millisecond later.
+            for process in left:
+                procs.kill(process.pid, process.start)
+            empty = 0 if left else empty + 1
+            if time.monotonic() > deadline:
+                return [f"could not be ended: {process}" for process in left]
+        return []
+
+    def _is_left(self, process: procs.Process, tokens: list[str]) -> bool:
+        if (process.pid, process.start) in self._processes or process.state in "ZX":
+            return False
+        return self._is_mine(process, tokens)
 
     def _is_mine(self, process: procs.Process, tokens: list[str]) -> bool:
         if process.ppid == os.getpid():
             return True
         if any(token in word for token in tokens for word in process.argv):
+            return True
+        if self._base is not None and (
+            any(self._base in word for word in process.argv)
+            or f"{procs.working_directory(process.pid)}/".startswith(self._base)
+        ):
             return True
         environ = procs.environ(process.pid)
         if environ.get(TEST_VARIABLE) == self.token:
@@ -97,6 +129,21 @@ class LeakCheck:
             problems += [f"temporary file left: {path}" for path in self.temporary.iterdir()]
             shutil.rmtree(self.temporary, ignore_errors=True)
         return problems
+
+
+def _newcomers(since: int) -> Iterator[procs.Process]:
+    """Yield each process that gets a pid after `since`, until none came for a moment.
+
+    What forks and exits faster than /proc can be listed is seen here, when it is new.
+    """
+    end = time.monotonic() + CHASE
+    quiet = time.monotonic() + CHASE_QUIET
+    while time.monotonic() < min(end, quiet):
+        for pid in procs.pids_since(since):
+            since = pid
+            quiet = time.monotonic() + CHASE_QUIET
+            if (process := procs.read(pid)) is not None:
+                yield process
 
 
 def descriptors() -> set[tuple[int, str]]:

@@ -101,6 +101,27 @@ def find(token: str) -> list[Process]:
     ]
 
 
+def newest_pid() -> int:
+    """Return the pid that was given out last in this pid namespace."""
+    return int(Path("/proc/loadavg").read_text().split()[4])
+
+
+def pids_since(pid: int) -> list[int]:
+    """Return the pids given out after `pid`, oldest first; at most 500, also where pids wrapped."""
+    newest = newest_pid()
+    if newest < pid:
+        return list(range(max(1, newest - 499), newest + 1))
+    return list(range(max(pid + 1, newest - 499), newest + 1))
+
+
+def working_directory(pid: int) -> str:
+    """Return where the process works; empty if that cannot be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115 - " (deleted)" is no path
+    except OSError:
+        return ""
+
+
 def environ(pid: int) -> dict[str, str]:
     """Return the environment that the process was started with; empty if it cannot be read."""
     try:

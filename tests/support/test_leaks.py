@@ -82,6 +82,42 @@ def test_an_orphan_without_environment_is_known_by_its_brand(check: leaks.LeakCh
     assert token in problem
 
 
+def test_a_process_in_the_runs_directory_is_a_leak(tmp_path: Path):
+    base = tmp_path / "base"
+    base.mkdir()
+    check = leaks.LeakCheck("inner", tmp_path / "none", base)
+    token = _orphan(f"cd {base}; env -i", FENCE_TEST="another")
+    procs.take_issued()
+    (problem,) = check.finish()
+    assert token in problem
+    assert procs.find(token) == []
+
+
+# Forks, lets the parent exit, and begins again, 2,000 hops long: nobody sees the same pid twice.
+CHAIN = """
+import os, sys, time
+print("ready", flush=True)
+for _ in range(2000):
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    time.sleep(0.001)
+"""
+
+
+def test_a_chain_that_forks_and_exits_is_found_and_ended(check: leaks.LeakCheck):
+    token = procs.new_token()
+    first = subprocess.Popen([sys.executable, "-c", CHAIN, token], stdout=subprocess.PIPE)
+    assert first.stdout is not None
+    with first.stdout:
+        assert first.stdout.readline() == b"ready\n"
+    first.wait()
+    problems = check.finish(check_descriptors=False)
+    assert problems
+    assert not any("could not" in problem for problem in problems)
+    assert check.finish(check_descriptors=False) == []
+
+
 def test_a_process_of_somebody_else_is_no_leak(check: leaks.LeakCheck):
     token = _orphan(FENCE_TEST="another", FENCE_LINEAGE=":" + "cd" * 16 + ".1")
     procs.take_issued()
