@@ -11,21 +11,17 @@ _fence_fail() {
   exit 125
 }
 
-_fence_stat() {
-  _fence_pgrp=$3
-  _fence_tty=$5
-  _fence_start=${20}
-}
-
-# STEP leader. /proc/self, not /proc/$$: the two differ where /proc is of another pid namespace.
-_fence_line=
-read -r _fence_line 2>/dev/null </proc/self/stat || _fence_fail 'no readable /proc'
-case $_fence_line in
-"$$ ("*) ;;
+# STEP leader. /proc/self, not /proc/$$: the two differ where /proc is of another pid namespace. The
+# fields of stat up to 22, start time; the name in parentheses is this shell's, one word.
+_fence_pid=
+read -r _fence_pid _fence_a _fence_b _fence_c _fence_pgrp _fence_d _fence_tty \
+  _fence_e _fence_e _fence_e _fence_e _fence_e _fence_e _fence_e _fence_e _fence_e _fence_e \
+  _fence_e _fence_e _fence_e _fence_e _fence_start _fence_e 2>/dev/null </proc/self/stat ||
+  _fence_fail 'no readable /proc'
+case $_fence_pid$_fence_a$_fence_start in
+"$$"'('*')'*[0-9]) ;;
 *) _fence_fail '/proc belongs to another pid namespace than the command' ;;
 esac
-# shellcheck disable=SC2086  # split on purpose: numbers
-_fence_stat ${_fence_line##*) }
 # A group leader would fork in setsid(1) and lose its exit code; a session with a terminal keeps it.
 if [ "$_fence_pgrp" != "$$" ] && [ "$_fence_tty" = 0 ]; then
   if command -v setsid >/dev/null 2>&1; then
@@ -64,12 +60,10 @@ _fence_ns=-
 while read -r _fence_a _fence_b; do
   [ "$_fence_a" = ino: ] && _fence_ns=i$_fence_b
 done 2>/dev/null 3</proc/self/ns/pid </proc/self/fdinfo/3
-if [ "$_fence_ns" = - ] && read -r _fence_line 2>/dev/null </proc/1/stat; then
-  _fence_own=$_fence_start
-  # shellcheck disable=SC2086
-  _fence_stat ${_fence_line##*) }
-  _fence_ns=s$_fence_start
-  _fence_start=$_fence_own
+if [ "$_fence_ns" = - ] && read -r _fence_a 2>/dev/null </proc/1/stat; then
+  _fence_first() { _fence_ns=s${20}; }
+  # shellcheck disable=SC2086  # split on purpose: numbers
+  _fence_first ${_fence_a##*) }
 fi
 if [ "$7" != - ] && [ "$_fence_ns" != - ] && [ "$_fence_ns" != "$7" ]; then
   _fence_fail 'the control channel looks at another pid namespace than the command runs in'
@@ -106,7 +100,6 @@ if [ -e "$2/$4.cancelled" ] || [ -e "$2/$4.$5.cancelled" ]; then
   printf 'fence: the turn is cancelled; the command was not started\n' >&2
   exit 130
 fi
-echo run 2>/dev/null >>"$_fence_dir/$5" || _fence_fail "cannot write its marker under $2"
 
 # STEP exec
 shift 7

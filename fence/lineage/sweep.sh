@@ -520,8 +520,8 @@ read_marker() {
     } 2>/dev/null <"$place/$number"
     if [ "$version" = fence1 ] && is_pid "$mpid" && is_number "$mstart"; then
       case $said in
-      run | refused) outcome=$said ;;
-      '') outcome=pending ;;
+      '') outcome=run ;;
+      refused) outcome=refused ;;
       esac
     elif [ -z "$version" ]; then
       # Between open and write; such a start has its tombstone test still before it.

@@ -32,7 +32,7 @@ def test_marks_the_command_and_gives_back_its_exit_code(box_of_user: Box) -> Non
     assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert namespace == f"i{Path('/proc/self/ns/pid').stat().st_ino}"
     assert brand == str(marks.brand(box.turn, 1))
-    assert marker(prepared, box.turn, 1).read_text().splitlines()[1] == "run"
+    assert marker(prepared, box.turn, 1).read_text().count("\n") == 1
 
 
 def test_an_outer_lineage_is_kept_and_its_brand_too(box: Box) -> None:

@@ -378,16 +378,16 @@ def test_a_forged_claim_does_not_hide_a_process(box: Box) -> None:
         "",
         "\n",
         "fence1\n",
-        "fence1 0 1 - - -\nrun\n",
-        "fence1 1 1 - - -\nrun\n",
-        "fence1 -1 1 - - -\nrun\n",
-        "fence1 99999999999999999999 1 - - -\nrun\n",
-        "fence1 {pid} 1 {boot} {ns} -\nrun\n",
-        "fence1 {pid} {start} 00000000-0000-0000-0000-000000000000 {ns} -\nrun\n",
-        "fence1 {pid} {start} {boot} {ns} 4242424242\nrun\n",
-        "fence9 {pid} {start} {boot} {ns} -\nrun\n",
+        "fence1 0 1 - - -\n",
+        "fence1 1 1 - - -\n",
+        "fence1 -1 1 - - -\n",
+        "fence1 99999999999999999999 1 - - -\n",
+        "fence1 {pid} 1 {boot} {ns} -\n",
+        "fence1 {pid} {start} 00000000-0000-0000-0000-000000000000 {ns} -\n",
+        "fence1 {pid} {start} {boot} {ns} 4242424242\n",
+        "fence9 {pid} {start} {boot} {ns} -\n",
         "\0\xff\x80garbage $(touch /tmp/fence-evil) `x`\n",
-        "fence1 $(kill\t{pid}) {start} {boot} {ns} -\nrun\n",
+        "fence1 $(kill\t{pid}) {start} {boot} {ns} -\n",
         "x" * 100_000,
     ],
 )
@@ -431,7 +431,7 @@ def test_a_forged_marker_cannot_make_root_kill_another_users_process(one: Box) -
     with procs.canary() as canary:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         ns = Path("/proc/self/ns/pid").stat().st_ino
-        place.write_text(f"fence1 {canary.pid} {canary.start} {boot} i{ns} -\nrun\n")
+        place.write_text(f"fence1 {canary.pid} {canary.start} {boot} i{ns} -\n")
         for path in (place, place.parent, place.parent.parent):
             os.chown(path, NOBODY, NOBODY)
         found = one.sweep()
@@ -449,7 +449,7 @@ def test_a_marker_names_a_process_that_shows_no_other_mark(one: Box) -> None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         ns = Path("/proc/self/ns/pid").stat().st_ino
         marker(prepared, one.turn, 3).write_text(
-            f"fence1 {child.pid} {process.start} {boot} i{ns} -\nrun\n"
+            f"fence1 {child.pid} {process.start} {boot} i{ns} -\n"
         )
         found = one.sweep()
         assert (found.verdict, found.containment) == ("clear", "lineage-unbranded")
@@ -465,7 +465,7 @@ def test_a_marker_names_a_process_that_shows_no_other_mark(one: Box) -> None:
 def test_a_marker_of_another_pid_namespace_is_never_clear(one: Box) -> None:
     prepared = one.prepare()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    marker(prepared, one.turn, 3).write_text(f"fence1 77 1 {boot} i1 -\nrun\n")
+    marker(prepared, one.turn, 3).write_text(f"fence1 77 1 {boot} i1 -\n")
     found = one.sweep()
     assert found.verdict == "unknown"
     assert any("another pid namespace" in note for note in found.notes)
