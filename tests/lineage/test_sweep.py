@@ -648,3 +648,44 @@ def test_a_command_that_was_stopped_alone_gets_no_second_int(box: Box, tmp_path:
         first.wait(9)
         assert "INT" not in names(by_pid(box.sweep(), child.pid))
     assert log.read_text() == "INT\n"
+
+
+@pytest.fixture
+def freezer(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup whose members can be put into uninterruptible sleep (cgroup v1 freezer)."""
+    mount = tmp_path / "freezer"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "cgroup", "-o", "freezer", "none", mount], check=True)
+    group = mount / f"fence-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        yield group
+        (group / "freezer.state").write_text("THAWED")
+        for pid in (group / "cgroup.procs").read_text().split():
+            (mount / "cgroup.procs").write_text(pid)
+        procs.wait_until(lambda: not (group / "cgroup.procs").read_text(), 9, "an empty group")
+        group.rmdir()
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+def test_a_process_that_even_kill_cannot_end_is_bounded_and_named(one: Box, freezer: Path) -> None:
+    """State D: the other is stopped, the sweep ends in time, and later the same turn is clear."""
+    prepared = one.prepare()
+    with (
+        one.command("echo up; exec sleep 100", prepared=prepared) as stuck,
+        one.command("echo up; exec sleep 100", prepared=prepared) as other,
+    ):
+        assert (first_line(stuck), first_line(other)) == ("up", "up")
+        (freezer / "cgroup.procs").write_text(str(stuck.pid))
+        (freezer / "freezer.state").write_text("FROZEN")
+        state = Path(f"/proc/{stuck.pid}/stat")
+        procs.wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "D", 9, "D")
+        found = one.sweep()
+        assert found.verdict == "alive"
+        assert (by_pid(found, stuck.pid).look, by_pid(found, stuck.pid).state) == ("alive", "D")
+        assert by_pid(found, other.pid).look == "gone"
+        assert found.elapsed_ms < one.policy.sweep * 1000
+        assert names(by_pid(found, stuck.pid))[-1] == "KILL"
+        (freezer / "freezer.state").write_text("THAWED")
+        assert one.sweep().verdict == "clear"
