@@ -8,7 +8,6 @@ import inspect
 import json
 import logging
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -197,19 +196,6 @@ async def test_a_sync_tool_is_waited_for_and_named(h):
     assert (await fence.wait_for_quiescence()).proven
 
 
-async def test_wrapping_is_cheap(fence, session):
-    tools = [ExecCommandTool(session=session), WriteStdinTool(session=session)]
-    fence.wrap_tools(tools)
-    best = min(_timed(lambda: TurnFence().wrap_tools(tools)) for _ in range(50))
-    assert best < 0.002
-
-
-def _timed(call) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
 # Tools with a session.
 
 
@@ -338,7 +324,7 @@ async def test_timeout_of_a_tool_stops_its_command(fence, session, h):
 
 async def test_negative_control_timeout_of_an_unfenced_tool_leaves_the_command(session, h):
     tool = ExecCommandTool(session=session)
-    tool.timeout_seconds = 1.0
+    tool.timeout_seconds = 2.0
     token = procs.new_token()
     await invoke_function_tool(
         function_tool=tool,
