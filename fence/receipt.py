@@ -6,7 +6,6 @@ output.
 
 from __future__ import annotations
 
-
 from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
