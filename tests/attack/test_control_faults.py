@@ -131,7 +131,13 @@ async def _up(token: str, fence: TurnFence, session: Any) -> asyncio.Task[str]:
     return call
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if FAULTS[name][0] is _hangs else name
+        for name in FAULTS
+    ],
+)
 def test_each_fault_is_retried_and_none_opens_the_fence(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from tests.attack._programs import Program, assert_silent, ended_at_last, new_pr
 from tests.battery._tools import Tools, assert_proven, catches_term, run, unix_local, until
 from tests.support import procs
 
-ROUNDS = [pytest.param(2, id="2-rounds"), pytest.param(20, id="20-rounds", marks=pytest.mark.slow)]
+ROUNDS = [pytest.param(1, id="1-round"), pytest.param(20, id="20-rounds", marks=pytest.mark.slow)]
 SCRUBBED = [pytest.param(False, id="environ-kept"), pytest.param(True, id="environ-scrubbed")]
 
 

@@ -206,6 +206,7 @@ def _host(*, wait: bool, ignore: bool) -> list[str]:
     return [sys.executable, "-c", text.replace("IGNORE", str(ignore))]
 
 
+@pytest.mark.slow
 def test_a_host_interrupted_by_ctrl_c_leaves_nothing() -> None:
     token = procs.new_token()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKEN": token}
@@ -229,6 +230,7 @@ def test_a_host_interrupted_by_ctrl_c_leaves_nothing() -> None:
             procs.end(procs.find(token))
 
 
+@pytest.mark.slow
 def test_a_host_that_ignores_sigchld() -> None:
     """The kernel reaps the children itself: nobody ever learns an exit code."""
     token = procs.new_token()

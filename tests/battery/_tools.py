@@ -206,8 +206,11 @@ async def stop_unfenced(session: SandboxSession, started: Iterable[Started]) -> 
     calls = [one.call for one in started]
     for call in calls:
         call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-    await session.pty_terminate_all()
+    ending = asyncio.ensure_future(session.pty_terminate_all())
+    # Bounded: now and then the SDK waits here for pipes that a survivor holds.
+    _, open_still = await asyncio.wait({*calls, ending}, timeout=5)
+    for one in open_still:
+        one.cancel()
 
 
 def assert_proven(receipt: QuiescenceReceipt) -> None:

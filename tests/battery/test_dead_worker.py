@@ -28,7 +28,7 @@ run(main)
 """
 
 
-@pytest.mark.parametrize("tty", ["pipe", "tty"])
+@pytest.mark.parametrize("tty", ["pipe", pytest.param("tty", marks=pytest.mark.slow)])
 def test_quiesce_turn_from_a_new_process(tty: str, turn_id: str) -> None:
     token = procs.new_token()
     environment = {**os.environ, **ENVIRONMENT, "TURN_ID": turn_id, "TOKEN": token}

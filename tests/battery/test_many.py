@@ -32,8 +32,8 @@ def observed(
     ("count", "tty", "cancels"),
     [
         pytest.param(1, False, 1, id="one-pipe"),
-        pytest.param(4, True, 1, id="four-pty"),
-        pytest.param(4, False, 5, id="five-cancels"),
+        pytest.param(4, True, 1, id="four-pty", marks=pytest.mark.slow),
+        pytest.param(4, False, 5, id="five-cancels", marks=pytest.mark.slow),
         pytest.param(60, False, 1, id="sixty", marks=pytest.mark.slow),
     ],
 )
@@ -58,6 +58,7 @@ def test_one_cancel_is_one_control_run(count: int, tty: bool, cancels: int, turn
     assert [sandbox.control_runs for sandbox in receipt.sandboxes] == [1]
 
 
+@pytest.mark.slow
 def test_without_the_fence_there_is_no_control_run_and_much_is_left(turn_id: str) -> None:
     token = procs.new_token()
     try:

@@ -46,10 +46,11 @@ async def main(kind: str, token: str, count: int, tty: bool, cancels: int) -> No
         if fence is None:
             for call in calls:
                 call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-            await session.pty_terminate_all()
+            # Bounded: now and then the SDK waits here for pipes that a survivor holds.
+            ending = asyncio.ensure_future(session.pty_terminate_all())
+            await asyncio.wait({*calls, ending}, timeout=5)
             print(json.dumps({"wanted": wanted}), flush=True)
-            return
+            os._exit(0)
         for n in range(cancels):
             fence.cancel(f"stop {n}")
         receipts = await asyncio.gather(*(fence.wait_for_quiescence() for _ in range(cancels)))
