@@ -719,6 +719,7 @@ class Drain:
 
     def _proof(self, box: SandboxEntry) -> SandboxProof:
         notes = list(box.notes)
+        containment = box.containment
         unmarked = [
             command.number
             for command in self.ledger.commands.values()
@@ -731,11 +732,14 @@ class Drain:
             notes.append(
                 f"no marker of command {shown}: removed, or the command saw another directory"
             )
+            # Only its marker could have said that it bore the brand.
+            if containment == "lineage":
+                containment = "lineage-unbranded"
         return SandboxProof(
             provider=box.key[0],
             sandbox_id=box.key[1],
             proven=self.ledger.is_proven(box),
-            containment=box.containment,
+            containment=containment,
             snapshot=box.snapshot,
             scans=box.scans,
             unseen=box.unseen,
