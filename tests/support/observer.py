@@ -165,7 +165,7 @@ def observe(
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
-        pid = _wait(tracer, timeout)
+        pid = _wait(tracer, log, timeout)
         text = log.read_text(errors="replace")
         executions, signals, deliveries = parse(text)
         return Observation(
@@ -187,20 +187,23 @@ def exit_code_of(pid: int, text: str) -> int | None:
     return None
 
 
-def _wait(tracer: subprocess.Popen[bytes], timeout: float) -> int:
+def _wait(tracer: subprocess.Popen[bytes], log: Path, timeout: float) -> int:
     """Wait for the traced worker, let strace go, and return the worker's pid."""
     deadline = time.monotonic() + timeout
-    worker: procs.Process | None = None
+    worker: int | None = None
+    start: int | None = None
     try:
         # strace itself ends only when every process that it follows has ended.
         while tracer.poll() is None:
             if worker is None:
-                worker = next((p for p in procs.everything() if p.ppid == tracer.pid), None)
-            elif not procs.alive(worker.pid, worker.start):
+                worker = _first_pid(log)
+            elif (process := procs.read(worker)) is None or process.state in "ZX":
                 break
+            elif start is None:
+                start = process.start
             if time.monotonic() > deadline:
-                if worker is not None:
-                    procs.kill(worker.pid, worker.start)
+                if worker is not None and start is not None:
+                    procs.kill(worker, start)
                 raise TimeoutError(f"the observed worker ran longer than {timeout:g} s")
             time.sleep(0.01)
     finally:
@@ -211,6 +214,19 @@ def _wait(tracer: subprocess.Popen[bytes], timeout: float) -> int:
         except subprocess.TimeoutExpired:
             tracer.kill()
             tracer.wait()
+    worker = _first_pid(log) if worker is None else worker
     if worker is None:
-        raise RuntimeError("strace ended before its worker was seen; is ptrace allowed here?")
-    return worker.pid
+        raise RuntimeError("strace has traced nothing; is ptrace allowed here?")
+    return worker
+
+
+def _first_pid(log: Path) -> int | None:
+    """Return the pid of the first traced call: the worker's execve. Not the first child of strace,
+    which forks some of its own to try what the kernel can do.
+    """
+    try:
+        with log.open(errors="replace") as lines:
+            match = _LINE.match(lines.readline().rstrip("\n"))
+    except FileNotFoundError:
+        return None
+    return int(match[1]) if match else None
