@@ -480,7 +480,7 @@ async def test_a_pty_timeout_of_the_sdk_does_not_bind_the_deadline(session, h):
     with pytest.raises(ExecTimeoutError):
         await fenced.exec(f"setsid sleep {token} & wait", timeout=2.0)
     # The SDK killed the group; what left the group lives on within the turn.
-    assert len(procs.find(token)) == 1
+    procs.wait_until(lambda: len(procs.find(token)) == 1, 5, "the group to die of its KILL")
     assert (await fence.wait_for_quiescence()).proven
     assert procs.find(token) == []
 
