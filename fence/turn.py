@@ -26,7 +26,7 @@ from fence.errors import ExtraMissing, FenceUsageError, QuiescenceTimeout, TurnC
 from fence.escalation import EscalationPolicy
 from fence.events import EventSink
 from fence.ledger import CommandState, OperationKind
-from fence.lineage.marks import CommandMark, preamble_argv, turn_key
+from fence.lineage.marks import CommandMark, Exit, preamble_argv, turn_key
 from fence.lineage.report import Containment, ProcessReport
 from fence.receipt import QuiescenceReceipt
 from fence.tasks import Home, Latch, OwnedTask, is_cancellation
@@ -472,6 +472,9 @@ class TurnFence:
     ) -> None:
         drain = self._drain
         said = _read_outcome(outcome, result)
+        if said.exit_code == Exit.PREAMBLE_FAILED:
+            # Perhaps the directory of markers is gone (or it is the command's own 125): look anew.
+            sandbox.prepared = None
         drain.feed(books.StartReturned(drain.now(), op, said.session_id, said.exit_code))
         if said.exit_code is not None:
             drain.emit(

@@ -69,21 +69,35 @@ if [ "$7" != - ] && [ "$_fence_ns" != - ] && [ "$_fence_ns" != "$7" ]; then
   _fence_fail 'the control channel looks at another pid namespace than the command runs in'
 fi
 
+# STEP directory. The prepare run made one for this very turn: a command that does not see it, because
+# its /tmp is its own or was emptied, would not see the tombstone either.
+_fence_refuse() {
+  printf 'fence: the turn is cancelled; the command was not started\n' >&2
+  exit 130
+}
+_fence_dir=$2/$3/$4
+if [ ! -d "$_fence_dir" ]; then
+  # A turn that is proved has no markers any more, only its tombstone.
+  [ ! -e "$2/$4.cancelled" ] || _fence_refuse
+  _fence_fail "it does not see the directory that the control channel made in $2"
+fi
+
 # STEP marker. mkdir is needed only for a uid that is not the control's.
 _fence_boot=-
 read -r _fence_boot 2>/dev/null </proc/sys/kernel/random/boot_id
-if [ ! -d "$2" ] || [ ! -x "$2" ]; then
-  _fence_fail "its directory $2 is not there or cannot be read"
-fi
-_fence_dir=$2/$3/$4
-if [ ! -d "$_fence_dir" ] || [ ! -O "$_fence_dir" ] || [ -L "$_fence_dir" ]; then
+if [ ! -O "$_fence_dir" ] || [ -L "$_fence_dir" ]; then
   _fence_uid=
   while read -r _fence_a _fence_b _fence_c _fence_d; do
     [ "$_fence_a" = Uid: ] && _fence_uid=$_fence_c && break
   done 2>/dev/null </proc/self/status
   [ -n "$_fence_uid" ] || _fence_fail 'cannot tell the own uid'
-  _fence_dir=$2/$_fence_uid/$4
-  [ -d "$_fence_dir" ] || (umask 077 && mkdir -p "$_fence_dir") 2>/dev/null
+  _fence_dir=$2/$_fence_uid
+  [ -d "$_fence_dir" ] || mkdir -m 711 "$_fence_dir" 2>/dev/null
+  if [ ! -O "$_fence_dir" ] || [ -L "$_fence_dir" ]; then
+    _fence_fail "cannot make its marker directory under $2"
+  fi
+  _fence_dir=$_fence_dir/$4
+  [ -d "$_fence_dir" ] || mkdir -m 700 "$_fence_dir" 2>/dev/null
   if [ ! -d "$_fence_dir" ] || [ ! -O "$_fence_dir" ] || [ -L "$_fence_dir" ]; then
     _fence_fail "cannot make its marker directory under $2"
   fi
@@ -97,8 +111,7 @@ echo "fence1 $$ $_fence_start $_fence_boot $_fence_ns $_fence_brand" 2>/dev/null
 # two always sees the other.
 if [ -e "$2/$4.cancelled" ] || [ -e "$2/$4.$5.cancelled" ]; then
   echo refused 2>/dev/null >>"$_fence_dir/$5"
-  printf 'fence: the turn is cancelled; the command was not started\n' >&2
-  exit 130
+  _fence_refuse
 fi
 
 # STEP exec

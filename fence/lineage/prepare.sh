@@ -50,7 +50,8 @@ usable() {
   [ -w "$1" ] && [ -x "$1" ] || return 1
   [ -O "$1" ] || owned_by_root "$1" || return 1
   own=$1/$uid
-  [ -d "$own" ] || mkdir -m 700 "$own" 2>/dev/null
+  # Every uid may pass through it, to see whether the turn's own directory is there.
+  [ -d "$own" ] || mkdir -m 711 "$own" 2>/dev/null
   [ -d "$own" ] && [ -O "$own" ] && [ ! -L "$own" ] || return 1
   [ -d "$own/$turn" ] || mkdir -m 700 "$own/$turn" 2>/dev/null
   [ -d "$own/$turn" ] && [ -O "$own/$turn" ] && [ ! -L "$own/$turn" ] || return 1

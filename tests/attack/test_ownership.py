@@ -266,6 +266,11 @@ def test_a_command_that_deletes_its_turns_markers() -> None:
                 f"(env -i setsid sleep {token} >/dev/null 2>&1 &) ; echo up"
             )
             await until(lambda: len(procs.find(token)) >= 2, "both to be up")
+            # What does not see the control's directory could not see the tombstone: refused once,
+            # then the directory is made anew.
+            refused = await tools.exec_command("echo again")
+            assert "exited with code 125" in refused
+            assert "fence: it does not see the directory" in refused
             assert "again" in await tools.exec_command("echo again")
             assert_proven(await fence.wait_for_quiescence())
             assert procs.find(token) == []

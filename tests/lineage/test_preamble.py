@@ -127,6 +127,25 @@ def test_a_missing_directory_fails_closed(box: Box, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_tmp_of_its_own_fails_closed(box: Box, tmp_path: Path) -> None:
+    """The tombstone would be written where the command cannot see it."""
+    prepared = box.prepare()
+    own = 'mount -t tmpfs none /tmp; mkdir -p -m 1777 /tmp/.fence; exec "$@"'
+    argv = ["sh", "-c", f"touch {tmp_path}/ran"]
+    done = run_marked(box, argv, prepared, prefix=["unshare", "--mount", "sh", "-c", own, "sh"])
+    assert done.returncode == marks.Exit.PREAMBLE_FAILED
+    assert b"does not see the directory" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_start_after_the_proof_is_refused(box: Box) -> None:
+    """The markers went with the turn; the tombstone stays."""
+    prepared = box.prepare()
+    assert box.sweep().verdict == "clear"
+    done = run_marked(box, ["true"], prepared)
+    assert (done.returncode, done.stderr.count(b"cancelled")) == (marks.Exit.REFUSED, 1)
+
+
 def test_another_pid_namespace_than_the_controls_fails_closed(box: Box, tmp_path: Path) -> None:
     """A control that cannot see the command could prove nothing about it."""
     prepared = box.prepare()

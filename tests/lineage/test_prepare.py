@@ -21,13 +21,13 @@ def inside(script: str) -> list[str]:
 
 
 def test_modes_of_the_directories(one: Box) -> None:
-    """1777 for all, 0700 for the own markers."""
+    """1777 for all, 0711 to pass through, 0700 for the own markers."""
     look = 'stat -c "%a %n" /tmp/.fence /tmp/.fence/0 /tmp/.fence/0/*'
     output = one.control(
         ["sh", "-c", f'"$@" >/dev/null; {look}', "sh", *_prepare_words(one)], inside(PRIVATE)
     )
     modes = [line.split()[0] for line in output.stdout.decode().splitlines()]
-    assert modes == ["1777", "700", "700"]
+    assert modes == ["1777", "711", "700"]
 
 
 def _prepare_words(box: Box) -> list[str]:

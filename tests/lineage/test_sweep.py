@@ -302,7 +302,7 @@ def test_a_process_of_another_user_is_named_and_stops_nobody(one: Box) -> None:
     words = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
     # Root starts it, so the other user's process can carry the turn's brand and environment.
     argv = marks.preamble_argv(
-        marks.CommandMark(one.turn, 7, prepared.directory, 0, prepared.namespace),
+        marks.CommandMark(one.turn, 7, prepared.directory, NOBODY, prepared.namespace),
         ["sh", "-c", "echo up; exec sleep 100"],
     )
     child = subprocess.Popen(
