@@ -64,7 +64,10 @@ def test_cancel_at_a_random_moment_of_the_start(cancels: int, tty: bool, tmp_pat
             assert left == [], (number, delay, left)
             wrote = sign.exists()
             assert receipt.proven, receipt
-            assert receipt.containment == "lineage" or not receipt.commands, receipt
+            # A command whose marker nobody saw may have had no brand: then the receipt says so.
+            unseen = any(command.pid is None for command in receipt.commands)
+            weaker = {None, "lineage-unbranded"} if unseen or not receipt.commands else set()
+            assert receipt.containment in {"lineage"} | weaker, receipt
             (end,) = await asyncio.gather(call, return_exceptions=True)
             assert isinstance(end, TurnCancelled | asyncio.CancelledError), end
             assert sign.exists() == wrote
