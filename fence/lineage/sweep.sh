@@ -156,12 +156,40 @@ lineages_of() {
   lineages=
   for file in "/proc/$1/environ" "/proc/$1/task/"*/environ; do
     while read -r part || [ -n "$part" ]; do
-      case $part in
-      *FENCE_LINEAGE=*) lineages="$lineages ${part#*FENCE_LINEAGE=}" ;;
-      esac
+      case $part in *FENCE_LINEAGE=*) add_lineages "$part" ;; esac
     done 2>/dev/null <"$file"
     [ -z "$lineages" ] || break
   done
+}
+
+# The NULs are gone, so a value ends with the next variable's name, at its "=": what other variables
+# hold is no mark. Split by IFS: to cut a prefix off takes quadratic time, 5 s for 120 KB.
+add_lineages() {
+  before_value=0
+  set -f
+  IFS='='
+  for word in $1; do
+    if [ "$before_value" = 1 ]; then
+      # Only what marked() asks for: this turn, one that could have its brands, any other.
+      case $word in *":${turn%"${turn#??????}"}"*) lineages="$lineages:$word" ;; *) lineages=${lineages:-:} ;; esac
+    fi
+    case $word in *FENCE_LINEAGE) before_value=1 ;; *) before_value=0 ;; esac
+  done
+  unset IFS
+  set +f
+}
+
+# Sets command to the number that lineages gives the turn, the innermost; - for none of ours.
+number_in_lineages() {
+  set -f
+  IFS=':'
+  for word in $lineages; do
+    case $word in "$turn".*) command=${word#"$turn".} ;; esac
+  done
+  unset IFS
+  set +f
+  command=${command%%.*}
+  case $command in '' | 0* | *[!0-9]* | ??????????*) command=- ;; esac
 }
 
 # Is this pid the turn's by its own marks? Sets evidence, command, problem. Builtins only: it stands
@@ -196,9 +224,7 @@ marked() {
       if [ "$scope" != - ]; then
         command=$scope
       else
-        command=${lineages##*"$mark"}
-        command=${command%%.*}
-        case $command in '' | *[!0-9]*) command=- ;; esac
+        number_in_lineages
       fi
       return 0
       ;;
@@ -469,6 +495,7 @@ read_markers() {
   read -r boot 2>/dev/null </proc/sys/kernel/random/boot_id || boot=-
   own_namespace
   for directory in $directories; do
+    read_tombstone "$directory/$turn.cancelled"
     for place in "$directory"/[0-9]*/"$turn"; do
       if [ ! -d "$place" ] || [ -L "$place" ]; then continue; fi
       owner=${place%/*}
@@ -490,6 +517,24 @@ read_markers() {
       done
     done
   done
+}
+
+# What the markers said, where an earlier sweep proved the turn and its reply was lost.
+read_tombstone() {
+  if [ "$remembered" = 1 ] || [ "$scope" != - ] || [ ! -f "$1" ] || [ -L "$1" ] || [ ! -O "$1" ]; then return 0; fi
+  # shellcheck disable=SC2094  # nothing is written here
+  while read -r part; do
+    # shellcheck disable=SC2086  # split on purpose: checked below to be numbers and words
+    set -- $part
+    if [ "$1" = m ] && [ $# = 7 ] && is_number "$2" && is_number "$3"; then
+      case $4$5 in -- | *[0-9]) ;; *) continue ;; esac
+      case $4$5 in *[!0-9-]*) continue ;; esac
+      case $6$7 in [01]run | [01]refused | [01]pending | [01]invalid) ;; *) continue ;; esac
+      [ "$6$7" != 0run ] || unbranded=1
+      remembered=1
+      markers="$markers$part$nl"
+    fi
+  done <"$1"
 }
 
 own_namespace() {
@@ -772,7 +817,7 @@ if command -v grep >/dev/null 2>&1; then grep=1; else note 'no grep: each proces
 if ! read -r text 2>/dev/null </proc/1/stat; then containment='own-uid'; fi
 
 # STEP tombstone, in every directory that a command of this turn may look at.
-directories='' buried=0 again=0
+directories='' buried=0 again=0 remembered=0
 status "$$"
 me_uid=$uid
 for candidate in /tmp/.fence /var/tmp/.fence /dev/shm/.fence "/tmp/.fence-$me_uid"; do
@@ -881,6 +926,10 @@ if [ "$verdict" = clear ] && [ "$doubt" = 1 ]; then verdict=unknown; fi
 # What is proved needs its markers no more. The tombstone stays.
 if [ "$verdict" = clear ] && [ "$mode" = stop ] && [ "$scope" = - ]; then
   for directory in $directories; do
+    stone=$directory/$turn.cancelled
+    if [ "$remembered" = 0 ] && [ -f "$stone" ] && [ ! -L "$stone" ] && [ -O "$stone" ]; then
+      printf '%s' "$markers" 2>/dev/null >>"$stone"
+    fi
     for place in "$directory"/[0-9]*/"$turn"; do
       if [ -d "$place" ] && [ ! -L "$place" ]; then rm -rf "$place" 2>/dev/null; fi
     done

@@ -689,3 +689,26 @@ def test_a_process_that_even_kill_cannot_end_is_bounded_and_named(one: Box, free
         assert names(by_pid(found, stuck.pid))[-1] == "KILL"
         (freezer / "freezer.state").write_text("THAWED")
         assert one.sweep().verdict == "clear"
+
+
+@pytest.mark.parametrize("branded", [True, False])
+def test_a_second_sweep_knows_what_the_markers_said(box: Box, branded: bool) -> None:
+    """The first one's reply was lost after it had removed them: the proof is not a weaker one."""
+    with box.command("echo up; exec sleep 100", branded=branded) as child:
+        assert first_line(child) == "up"
+        first = box.sweep()
+        second, third = box.sweep(), box.sweep()
+    assert first.verdict == second.verdict == third.verdict == "clear"
+    assert first.markers[0].branded is branded
+    assert first.markers == second.markers == third.markers
+    assert first.containment == third.containment
+
+
+@pytest.mark.parametrize(
+    "line", ["m x 0 1 1 1 run", "m 1 0 1 1 1 gone", "m", "end clear", "m 1 0 *"]
+)
+def test_a_tombstone_that_was_written_on_is_read_with_care(one: Box, line: str) -> None:
+    prepared = one.prepare()
+    Path(prepared.directory, f"{one.turn}.cancelled").write_text(f"fence1\n{line}\n")
+    found = one.sweep()
+    assert (found.verdict, found.markers) == ("clear", ())
