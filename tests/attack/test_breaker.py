@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import pytest
 
 from tests.lineage import _shells
@@ -22,7 +24,7 @@ def test_a_large_environment_in_front_of_the_mark_costs_no_grace(box: Box) -> No
     """Cutting the mark out by patterns took quadratic time: no INT, no TERM, then no proof."""
     text = (
         'x=$(head -c 120000 /dev/zero | tr "\\0" x); echo up; '
-        'exec env -i A="$x" B="$x" C="$x" FENCE_LINEAGE="$FENCE_LINEAGE" /bin/sleep 15'
+        'exec env -i A="$x" FENCE_LINEAGE="$FENCE_LINEAGE" /bin/sleep 15'
     )
     with box.command(text, branded=False) as child:
         _started(child)
@@ -35,7 +37,7 @@ def test_a_large_environment_in_front_of_the_mark_costs_no_grace(box: Box) -> No
 
 def test_a_mark_in_another_variable_is_not_ours(box: Box) -> None:
     box.prepare()
-    other = {"FENCE_LINEAGE": f":{'0' * 32}.1.", "SEEN": f":{box.turn}.1."}
+    other = {"FENCE_LINEAGE": f":{secrets.token_hex(16)}.1.", "SEEN": f":{box.turn}.1."}
     with procs.canary(env=other):
         assert box.sweep().processes == ()
 
