@@ -154,7 +154,7 @@ async def test_the_worker_does_not_start_what_it_cannot_prove(monkeypatch: pytes
 
     worker["quiesce_turn"] = quiesce
     with pytest.raises(SystemExit, match=r"attempt 1 is not quiet.*no route") as caught:
-        await worker["attempt"](Broken(), "job", 2)
+        await worker["attempt"](Broken(), f"job-{procs.new_token()}", 2)
     assert isinstance(caught.value.__cause__, QuiescenceTimeout)
 
 
