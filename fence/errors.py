@@ -30,6 +30,17 @@ class TurnCancelled(FenceError):
         return (TurnCancelled, (self.turn_id, self.reason))
 
 
+class TurnReused(FenceError):
+    """A turn of this id was stopped in this sandbox before; nothing was started."""
+
+    def __init__(self, turn_id: str) -> None:
+        self.turn_id = turn_id
+        super().__init__(
+            f"turn {turn_id} was stopped in this sandbox before: an id is used once, and its "
+            f"tombstone stays for at least 24 hours; choose a new turn_id"
+        )
+
+
 class FenceUsageError(FenceError, ValueError):
     """A value passed by the caller is not allowed. Raised before any side effect."""
 
@@ -67,9 +78,13 @@ class QuiescenceTimeout(FenceError):
 
     def __init__(self, partial: QuiescenceReceipt) -> None:
         self.partial = partial
+        again = "quiesce_turn()" if partial.origin == "other-process" else "wait_for_quiescence()"
+        advice = f"await {again} again"
+        if any(not box.proven for box in partial.sandboxes):
+            advice += ", or remove the sandbox"
         super().__init__(
             f"turn {partial.turn_id} is not proven quiet after {partial.elapsed_ms} ms: "
-            f"{partial.describe_open()}; await wait_for_quiescence() again, or stop the sandbox"
+            f"{partial.describe_open()}; {advice}"
         )
 
 
@@ -95,8 +110,8 @@ class SandboxGone(FenceError):
 class InvalidReport(FenceError):
     """A script of ours answered something that is not its protocol. Means: could not tell."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"unreadable report from the sandbox: {why}")
+    def __init__(self, why: str, *, of: str = "report from the sandbox") -> None:
+        super().__init__(f"unreadable {of}: {why}")
 
 
 class SandboxNotReady(FenceError):
@@ -112,7 +127,7 @@ class ExtraMissing(FenceError):
     def __init__(self, extra: str) -> None:
         self.extra = extra
         super().__init__(
-            f"this needs the extra {extra!r}: install it with `pip install turnfence[{extra}]`"
+            f"this needs the extra {extra!r}: install it with `pip install 'turnfence[{extra}]'`"
         )
 
 

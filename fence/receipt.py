@@ -6,6 +6,7 @@ output.
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -158,13 +159,11 @@ class QuiescenceReceipt:
         try:
             receipt = _ADAPTER.validate_json(text)
         except ValidationError as error:
+            _refuse_other_version(_version_of(text))
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "receipt"
-            raise InvalidReport(f"receipt field {where}: {first['msg']}") from None
-        if receipt.version != RECEIPT_VERSION:
-            raise InvalidReport(
-                f"receipt version {receipt.version}, this library reads {RECEIPT_VERSION}"
-            )
+            raise InvalidReport(f"field {where}: {first['msg']}", of="receipt") from None
+        _refuse_other_version(receipt.version)
         return receipt
 
     def describe_open(self) -> str:
@@ -190,6 +189,21 @@ class QuiescenceReceipt:
             f"hook {h.name}: {h.error or 'not finished'}" for h in self.hooks if not h.finished
         ]
         return "; ".join(parts) or "nothing left to name"
+
+
+def _version_of(text: str | bytes) -> object:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return RECEIPT_VERSION
+    return parsed.get("version", RECEIPT_VERSION) if isinstance(parsed, dict) else RECEIPT_VERSION
+
+
+def _refuse_other_version(version: object) -> None:
+    if version != RECEIPT_VERSION:
+        raise InvalidReport(
+            f"version {version!r}, this library reads {RECEIPT_VERSION}", of="receipt"
+        )
 
 
 _ADAPTER: TypeAdapter[QuiescenceReceipt] = TypeAdapter(QuiescenceReceipt)

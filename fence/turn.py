@@ -110,10 +110,13 @@ class TurnFence:
             raise FenceUsageError("require", require, "None or one of " + _CONTAINMENTS)
         if on_event is not None and not callable(on_event):
             raise FenceUsageError("on_event", on_event, "None or a callable")
-        if cancel_on is not None and not (
-            inspect.isawaitable(cancel_on) or callable(getattr(cancel_on, "wait", None))
-        ):
-            raise FenceUsageError("cancel_on", cancel_on, "an awaitable, or an event with wait()")
+        if cancel_on is not None and not _can_be_waited_for(cancel_on):
+            raise FenceUsageError(
+                "cancel_on",
+                cancel_on,
+                "an awaitable, or an asyncio, anyio or trio event (its wait() is async); from a "
+                "thread call cancel()",
+            )
         self.turn = turn_key(turn_id)
         self.turn_id = self.turn if turn_id is None else turn_id
         self._end_policy = end_policy
@@ -121,6 +124,7 @@ class TurnFence:
         self._watcher: OwnedTask[None] | None = None
         # A list, not a lock: cancel() may interrupt us anywhere, as a signal handler does.
         self._requests: list[_Request] = []
+        self._on_cancel: list[Callable[[], object]] = []
         self._drain = Drain(
             turn_id=self.turn_id,
             turn=self.turn,
@@ -171,13 +175,13 @@ class TurnFence:
     def __del__(self) -> None:
         drain = getattr(self, "_drain", None)
         if drain is not None and drain.ledger.operations and drain.receipt is None:
-            warnings.warn(
+            message = (
                 f"{self!r} was dropped before its turn was proven quiet; "
-                f"use `async with` or await wait_for_quiescence()",
-                ResourceWarning,
-                stacklevel=1,
-                source=self,
+                f"use `async with` or await wait_for_quiescence()"
             )
+            # Python hides ResourceWarning by default, and somebody has to act.
+            log.warning(message)
+            warnings.warn(message, ResourceWarning, stacklevel=1, source=self)
 
     # Stopping.
 
@@ -214,6 +218,9 @@ class TurnFence:
         if request.policy is not None:
             self._drain.policy = request.policy
         self._drain.cancel(request.at, request.reason)
+        callbacks, self._on_cancel = self._on_cancel, []
+        for callback in callbacks:
+            _call(callback)
         if self._watcher is not None:
             self._watcher.cancel()
 
@@ -302,7 +309,27 @@ class TurnFence:
         shown = name or str(getattr(callback, "__qualname__", type(callback).__name__))
         self._drain.feed(books.HookAdded(self._drain.now(), shown))
 
+    def on_cancel(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once, on the event loop, as soon as the turn is cancelled.
+
+        The fence stops what the turn started, not who drives it: give it the run's own cancel,
+        `fence.on_cancel(result.cancel)` or `fence.on_cancel(task.cancel)`. At once where the turn
+        is cancelled already. It must not block; its error is logged.
+
+        Raises:
+            FenceUsageError: `callback` is not callable.
+        """
+        if not callable(callback):
+            raise FenceUsageError("callback", callback, "a callable without arguments")
+        self._settle_down()
+        if self._drain.ledger.cancelled:
+            _call(callback)
+        else:
+            self._on_cancel.append(callback)
+
     async def __aenter__(self) -> Self:
+        if self.receipt is not None:
+            self.check_open()
         self._settle_down()
         return self
 
@@ -774,6 +801,13 @@ async def quiesce_turn(
         drain.stop_early()  # nobody else can wait for this one
 
 
+def _call(callback: Callable[[], object]) -> None:
+    try:
+        callback()
+    except Exception:
+        log.exception("an on_cancel callback raised")
+
+
 _CONTAINMENTS = ", ".join(get_args(Containment))
 
 
@@ -809,6 +843,7 @@ async def _wait_for(target: AwaitableOrEvent) -> str | None:
         else:
             await target.wait()
     except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to stop
+        log.warning("cancel_on raised %s, so the turn is cancelled", type(error).__name__)
         return f"cancel_on raised {type(error).__name__}"
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -816,6 +851,14 @@ async def _wait_for(target: AwaitableOrEvent) -> str | None:
             raise
         return "cancel_on raised CancelledError"
     return "cancel_on was set"
+
+
+def _can_be_waited_for(value: object) -> bool:
+    if inspect.isawaitable(value):
+        return True
+    wait = getattr(value, "wait", None)
+    # threading.Event has a wait(), too: it would hold the event loop.
+    return not isinstance(value, type) and inspect.iscoroutinefunction(wait)
 
 
 def _check_policy(name: str, value: object) -> None:

@@ -75,6 +75,12 @@ for candidate in /tmp/.fence /var/tmp/.fence /dev/shm/.fence "/tmp/.fence-$uid";
 done
 [ -n "$directory" ] || refuse 'no directory for markers: /tmp, /var/tmp and /dev/shm are read-only, full or taken by another user'
 
+if [ -e "$directory/$turn.cancelled" ]; then
+  rm -rf "$directory/$uid/$turn" 2>/dev/null
+  printf 'stopped before\n'
+  exit 76
+fi
+
 brand=0
 while read -r a b c soft d; do
   if [ "$a $b $c" = 'Max cpu time' ]; then

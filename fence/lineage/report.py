@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fence.control import ControlOutput
-from fence.errors import InvalidReport
+from fence.errors import InvalidReport, TurnReused
 from fence.lineage.marks import PROTOCOL, Exit
 
 Verdict = Literal["clear", "alive", "unknown"]
@@ -157,11 +157,14 @@ def parse_prepare(output: ControlOutput, turn: str, run: str) -> PrepareReport:
 
     Raises:
         InvalidReport: not one whole report of this run; the reason that the script gave, if any.
+        TurnReused: the turn's tombstone is there already.
     """
     lines = _body(output, "fence-prepare", turn, run)
     notes = tuple(line[2:] for line in lines[:-1] if line.startswith("n "))
     if len(notes) != len(lines) - 1:
         raise InvalidReport("a line of the prepare run is not understood")
+    if lines[-1] == "stopped before":
+        raise TurnReused(turn)
     if lines[-1].startswith("refused "):
         raise InvalidReport(f"the sandbox cannot be prepared: {lines[-1][8:]}")
     end = _PREPARE_END.fullmatch(lines[-1])

@@ -42,6 +42,8 @@ async def run_sandbox_command(
         TurnCancelled: the turn was cancelled before the start, or while it ran.
         FenceUsageError: `cmd` is empty or has a NUL character.
     """
+    if not isinstance(cmd, str | Sequence):
+        raise FenceUsageError("cmd", cmd, "a str, or a sequence of words")
     words = [cmd] if isinstance(cmd, str) else [str(word) for word in cmd]
     if not words or not words[0] or any("\x00" in word for word in words):
         raise FenceUsageError("cmd", cmd, "a non-empty command without NUL characters")
@@ -49,8 +51,10 @@ async def run_sandbox_command(
     fenced = wrap_session(fence, session)
     # Not the session's own timeout: it ends one process group, or, with some, the whole sandbox.
     # A cancelled caller makes the fence stop the command's lineage.
-    with anyio.fail_after(timeout):
+    with anyio.move_on_after(timeout) as scope:
         result = await fenced.exec(*words, shell=shell, user=user)
+    if scope.cancelled_caught:
+        raise TimeoutError(f"the command did not end within {timeout:g} s and is being stopped")
     return SandboxCommandResult(
         stdout=result.stdout,
         stderr=result.stderr,

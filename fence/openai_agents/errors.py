@@ -1,14 +1,15 @@
-"""TurnCancelled in a form that the SDK's runner passes on unchanged."""
+"""Our errors in a form that the SDK's runner passes on unchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from agents.exceptions import AgentsException
 
-from fence.errors import TurnCancelled
+from fence.errors import FenceError, TurnCancelled
 
 
 class RunTurnCancelled(TurnCancelled, AgentsException):
@@ -26,12 +27,27 @@ class RunTurnCancelled(TurnCancelled, AgentsException):
         return (RunTurnCancelled, (self.turn_id, self.reason))
 
 
+@cache
+def _for_the_runner(kind: Any) -> type[FenceError]:
+    make: Any = type
+    made: type[FenceError] = make(
+        f"Run{kind.__name__}", (kind, AgentsException), {"run_data": None}
+    )
+    return made
+
+
 @contextmanager
 def runner_boundary() -> Iterator[None]:
-    """Raise RunTurnCancelled where the block raises TurnCancelled."""
+    """Raise each FenceError of the block as an AgentsException of the same kind, too."""
     try:
         yield
-    except RunTurnCancelled:
+    except AgentsException:
         raise
     except TurnCancelled as error:
         raise RunTurnCancelled(error.turn_id, error.reason) from error
+    except FenceError as error:
+        kind = _for_the_runner(type(error))
+        twin = kind.__new__(kind)
+        twin.args = error.args
+        twin.__dict__.update(error.__dict__)
+        raise twin from error

@@ -326,7 +326,7 @@ async def test_a_missing_sdk_is_named_with_its_extra(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "agents", None)
     fence = TurnFence()
-    with pytest.raises(ExtraMissing, match=r"pip install turnfence\[openai-agents\]"):
+    with pytest.raises(ExtraMissing, match=r"pip install .turnfence\[openai-agents\]"):
         fence.wrap_tools([])
     with pytest.raises(FenceError, match="openai-agents"):
         await quiesce_turn(object(), "job")
