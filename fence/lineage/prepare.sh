@@ -76,7 +76,7 @@ done
 [ -n "$directory" ] || refuse 'no directory for markers: /tmp, /var/tmp and /dev/shm are read-only, full or taken by another user'
 
 if [ -e "$directory/$turn.cancelled" ]; then
-  rm -rf "$directory/$uid/$turn" 2>/dev/null
+  rm -rf "${directory:?}/$uid/${turn:?}" 2>/dev/null
   printf 'stopped before\n'
   exit 76
 fi

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from agents.exceptions import AgentsException
@@ -27,7 +26,6 @@ class RunTurnCancelled(TurnCancelled, AgentsException):
         return (RunTurnCancelled, (self.turn_id, self.reason))
 
 
-@cache
 def _for_the_runner(kind: Any) -> type[FenceError]:
     make: Any = type
     made: type[FenceError] = make(
