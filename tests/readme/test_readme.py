@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxClient
-from agents.testing import ScriptedModel, assistant_message, function_call
+from agents.testing import ModelStep, ScriptedModel, assistant_message, function_call
 
 from fence import QuiescenceReceipt, QuiescenceTimeout, SandboxControl, TurnFence, quiesce_turn
 from fence.errors import ControlError
@@ -81,6 +81,30 @@ async def test_the_app_leaves_nothing(ends: str):
     assert isinstance(receipt, QuiescenceReceipt)
     assert receipt.proven
     assert receipt.reason == ("cancel_on was set" if ends == "stopped" else "turn ended")
+    assert procs.find(token) == []
+
+
+async def test_the_app_stops_a_model_that_is_still_talking():
+    """The commonest moment of all: the fence stops the tools, `on_cancel` the model."""
+    token = procs.new_token()
+    talking, never = asyncio.Event(), asyncio.Event()
+
+    async def talk(call: Any) -> Any:
+        talking.set()
+        await never.wait()
+        yield
+
+    model = ScriptedModel(
+        [[shell_call(f"setsid sleep {token} & wait", "call-1")], ModelStep.stream(talk)]
+    )
+    stop = asyncio.Event()
+    turn = asyncio.create_task(run_block("app")["run_turn"](model, "go", stop))
+    await _until(token, 1)
+    async with asyncio.timeout(20):
+        await talking.wait()
+        stop.set()
+        receipt = await turn
+    assert receipt.proven
     assert procs.find(token) == []
 
 
