@@ -735,6 +735,8 @@ class Drain:
             # Only its marker could have said that it bore the brand.
             if containment == "lineage":
                 containment = "lineage-unbranded"
+        if box.foreign and not box.processes and not self.ledger.commands:
+            notes.append("no command of this turn was found here: is it the right id and sandbox?")
         return SandboxProof(
             provider=box.key[0],
             sandbox_id=box.key[1],
@@ -810,7 +812,7 @@ def _record(command: books.Command) -> CommandRecord:
         pid=marker.pid if marker is not None else None,
         pgid=command.pgid,
         outcome=outcome,
-        started_at=command.started_at,
+        started_at=command.started_at if command.operation else None,
         ended_at=command.ended_at,
         exit_code=command.exit_code,
         tty=command.tty,

@@ -78,7 +78,8 @@ class CommandRecord:
     pid: int | None
     pgid: int | None
     outcome: Literal["exited", "stopped", "refused", "failed", "unknown", "running", "starting"]
-    started_at: float
+    started_at: float | None
+    """None where another process started it."""
     ended_at: float | None = None
     exit_code: int | None = None
     tty: bool = False

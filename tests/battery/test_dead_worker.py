@@ -65,6 +65,8 @@ def test_quiesce_turn_from_a_new_process(tty: str, turn_id: str) -> None:
             stopped = {(p.pid, p.start) for box in receipt.sandboxes for p in box.stopped}
             assert {(p.pid, p.start) for p in orphans} <= stopped
             assert canary.pid not in {pid for pid, _ in stopped}
+            assert receipt.commands != ()
+            assert {command.started_at for command in receipt.commands} == {None}, "nobody knows"
         finally:
             worker.kill()
             procs.end(procs.find(token))
@@ -92,3 +94,5 @@ def test_a_turn_that_never_was_is_quiet(turn_id: str) -> None:
     answer = json.loads(second.stdout)
     assert answer["proven"]
     assert [box["stopped"] for box in answer["sandboxes"]] == [[]]
+    # Perhaps it is only a slip of the pen in the id.
+    assert "right id" in str(answer["sandboxes"][0]["notes"])
