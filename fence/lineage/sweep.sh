@@ -14,6 +14,8 @@ trap '' HUP PIPE
 umask 022
 LC_ALL=C
 export LC_ALL
+# The host's taste in listings must not hide a marker: GNU ls obeys these.
+unset TIME_STYLE QUOTING_STYLE BLOCK_SIZE LS_BLOCK_SIZE POSIXLY_CORRECT
 turn=$2 run=$3 scope=$4 mode=$5 brands=$6 int_grace=$7 term_grace=$8 total=$9
 shift 9
 no_int=$1 max=$2
@@ -386,16 +388,13 @@ scan() {
     found=$(
       read -r me rest </proc/self/stat
       echo "$me"
-      exec grep -ls -e "$regex" -e "$brand_regex" "/proc/$$/cmdline" \
-        /proc/[0-9]*/limits /proc/[0-9]*/task/[0-9]*/environ 2>/dev/null
+      exec grep -ls -e "$regex" -e "$brand_regex" /proc/[0-9]*/limits \
+        /proc/[0-9]*/task/[0-9]*/environ "/proc/$$/cmdline" 2>/dev/null
     )
     own="$own ${found%%"$nl"*} "
     case $found in
-    *"/proc/$$/cmdline"*) ;;
-    *)
-      grep=0
-      note 'grep failed: each process was looked at by itself'
-      ;;
+    *"/proc/$$/cmdline") ;;
+    *) grep_failed ;;
     esac
   fi
   if [ "$grep" = 1 ]; then
@@ -425,6 +424,12 @@ scan() {
   [ "$count" -gt "$known" ]
 }
 
+# A grep that does not end with the witness was not there, was killed or had no memory.
+grep_failed() {
+  grep=0
+  note 'grep failed: each process was looked at by itself'
+}
+
 # Group, session and parent, where the leader or parent is itself a live record.
 close_over() {
   round=0
@@ -439,15 +444,16 @@ close_over() {
       found=$(
         read -r me rest </proc/self/stat
         echo "$me"
-        exec grep -lsE -e "\\) [A-Za-z] ([0-9]+ )?([0-9]+ )?(${ids#|}) " /proc/[0-9]*/stat 2>/dev/null
+        exec grep -lsE -e "\\) [A-Za-z] ([0-9]+ )?([0-9]+ )?(${ids#|}) " -e "^$$ " \
+          /proc/[0-9]*/stat "/proc//$$/stat" 2>/dev/null
       )
       own="$own ${found%%"$nl"*} "
-    else
-      found=$(echo /proc/[0-9]*/stat)
+      case $found in *"/proc//$$/stat") ;; *) grep_failed ;; esac
     fi
+    [ "$grep" = 1 ] || found=$(echo /proc/[0-9]*/stat)
     fresh=$count
     for file in $found; do
-      case $file in /proc/*) ;; *) continue ;; esac
+      case $file in /proc/[0-9]*) ;; *) continue ;; esac
       pid=${file#/proc/}
       pid=${pid%/stat}
       case $skip in *" $pid "*) continue ;; esac
@@ -494,6 +500,7 @@ judge_quietly() {
 read_markers() {
   read -r boot 2>/dev/null </proc/sys/kernel/random/boot_id || boot=-
   own_namespace
+  listed=0 strange=0
   for directory in $directories; do
     read_tombstone "$directory/$turn.cancelled"
     for place in "$directory"/[0-9]*/"$turn"; do
@@ -508,10 +515,19 @@ read_markers() {
         exec ls -ln "$place" 2>/dev/null
       )
       own="$own ${listing%%"$nl"*} "
-      listing="${listing#*"$nl"}$nl"
-      while [ -n "$listing" ]; do
-        entry=${listing%%"$nl"*}
-        listing=${listing#*"$nl"}
+      set -f
+      IFS=$nl
+      # shellcheck disable=SC2086
+      set -- $listing
+      unset IFS
+      set +f
+      for entry; do
+        # A command may have put thousands of files there: they must not cost the stop its time.
+        listed=$((listed + 1))
+        if [ "$((listed % 64))" = 0 ] && clock && [ "$((now - begin))" -gt "$((total / 4))" ]; then
+          cannot_tell "more markers than can be read, after $listed"
+          return
+        fi
         # shellcheck disable=SC2086
         read_marker "$place" "$owner" $entry
       done
@@ -545,6 +561,11 @@ own_namespace() {
   if [ "$namespace" = - ] && look 1; then namespace=s$start; fi
 }
 
+strange_marker() {
+  strange=$((strange + 1))
+  if [ "$strange" -le 5 ]; then note "the marker of command $number $1"; else note 'more such markers'; fi
+}
+
 # PLACE OWNER and the fields of one line of ls -ln.
 read_marker() {
   place=$1 owner=$2
@@ -576,12 +597,12 @@ read_marker() {
   fi
   has_brand=0
   case $outcome in
-  invalid) note "the marker of command $number is not one of ours" ;;
+  invalid) strange_marker 'is not one of ours' ;;
   *)
     case $mbrand in
     "$(((1000000 + 0x${turn%"${turn#??????}"}) * 1000 + number % 1000))") has_brand=1 ;;
     -) [ "$mpid" = - ] || unbranded=1 ;;
-    *) note "the marker of command $number bears a brand that is not this turn's" ;;
+    *) strange_marker "bears a brand that is not this turn's" ;;
     esac
     if [ "$mpid" != - ] && { [ "$has_brand" = 1 ] || [ "$mbrand" = - ]; }; then believe; fi
     ;;
@@ -824,15 +845,26 @@ for candidate in /tmp/.fence /var/tmp/.fence /dev/shm/.fence "/tmp/.fence-$me_ui
   if [ "$mode" = stop ] && [ "$buried" = 0 ] && [ ! -e "$candidate" ] && [ ! -L "$candidate" ]; then
     mkdir -m 1777 "$candidate" 2>/dev/null
   fi
-  if [ ! -d "$candidate" ] || [ -L "$candidate" ]; then continue; fi
+  closed="$candidate is not as it was: a start that is under way may not see the tombstone"
+  if [ ! -d "$candidate" ] || [ -L "$candidate" ]; then
+    [ ! -d "$candidate/$me_uid/$turn" ] || cannot_tell "$closed"
+    continue
+  fi
   if [ ! -O "$candidate" ]; then
     # shellcheck disable=SC2012,SC2046
     set -- $(ls -nd "$candidate" 2>/dev/null)
     [ "${3-}" = 0 ] || continue
+  elif [ "$mode" = stop ] && { [ ! -w "$candidate" ] || [ ! -x "$candidate" ]; }; then
+    # Closed by a command: what is behind it would be back with the next chmod.
+    chmod 1777 "$candidate" 2>/dev/null
   fi
   directories="$directories $candidate"
-  # Where we cannot write, no command of ours could write its marker either.
-  if [ "$mode" != stop ] || [ ! -w "$candidate" ]; then continue; fi
+  [ "$mode" = stop ] || continue
+  if [ ! -w "$candidate" ]; then
+    # Where nothing can be written, no command of ours could write its marker either.
+    [ ! -w "$candidate/$me_uid/$turn" ] || cannot_tell "$closed"
+    continue
+  fi
   stone=$candidate/$turn.cancelled
   [ "$scope" = - ] || stone=$candidate/$turn.$scope.cancelled
   # Removed first: what lies there may be another uid's, or a link that leads elsewhere.
@@ -847,6 +879,9 @@ fi
 
 # STEP scan
 scan
+# A slow first scan is not the time of those that it found.
+clock
+late=$((now - begin + late))
 if [ "$unbranded" = 1 ]; then
   [ "$containment" = own-uid ] || containment=lineage-unbranded
 fi
