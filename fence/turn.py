@@ -502,6 +502,16 @@ class TurnFence:
         if said.exit_code == Exit.PREAMBLE_FAILED:
             # Perhaps the directory of markers is gone (or it is the command's own 125): look anew.
             sandbox.prepared = None
+        if drain.receipt is not None and said.exit_code not in (
+            Exit.REFUSED,
+            Exit.PREAMBLE_FAILED,
+        ):
+            log.error(
+                "turn %s: command %d was started after the turn was proven quiet: somebody removed "
+                "its tombstone; stop it with quiesce_turn()",
+                self.turn_id,
+                number,
+            )
         drain.feed(books.StartReturned(drain.now(), op, said.session_id, said.exit_code))
         if said.exit_code is not None:
             drain.emit(

@@ -93,7 +93,17 @@ def test_the_hosts_taste_in_listings_hides_no_marker(
     assert [m.outcome for m in found.markers] == ["run"]
 
 
-OWN_TMP = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /tmp && exec "$@"', "sh")
+# What else lies in /tmp stays where it was: this checkout or its Python may be there.
+_OWN_TMP = """
+mount --bind /tmp /mnt && mount -t tmpfs none /tmp || exit
+for entry in /mnt/*; do
+  if [ -d "$entry" ]; then
+    mkdir "/tmp/${entry##*/}" && mount --bind "$entry" "/tmp/${entry##*/}"
+  fi
+done
+exec "$@"
+"""
+OWN_TMP = ("unshare", "-m", "sh", "-c", _OWN_TMP, "sh")
 CLOSED = """
 import os, sys
 from pathlib import Path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterable
@@ -13,9 +15,9 @@ import pytest
 from agents.sandbox.errors import ExecTransportError
 from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxSession
 
-from fence import EscalationPolicy, TurnCancelled, TurnFence
+from fence import EscalationPolicy, TurnCancelled, TurnFence, quiesce_turn
 from tests.battery._tools import PATIENCE, Tools, assert_proven, run, unix_local, until
-from tests.support import procs
+from tests.support import leaks, procs
 
 FIRST = 0.04
 """The part of a start in which the cancels fall, in seconds."""
@@ -190,6 +192,47 @@ def test_start_stalled_before_the_spawn_finds_the_tombstone(
 
     run(main)
     remove_litter(turns)
+
+
+def test_a_tombstone_that_somebody_removed_is_told(
+    stall: Stall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stated limit: who has the same uid can remove it. The late start is not silent then."""
+    token = procs.new_token()
+    stall.where = "before-spawn"
+    held: Any = UnixLocalSandboxSession.pty_exec_start
+    late: list[asyncio.Task[Any]] = []
+
+    async def sent(self: UnixLocalSandboxSession, *command: Any, **options: Any) -> Any:
+        late.append(asyncio.ensure_future(held(self, *command, **options)))
+        while not late[-1].done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(late[-1])
+        return late[-1].result()
+
+    monkeypatch.setattr(UnixLocalSandboxSession, "pty_exec_start", sent)
+
+    async def main() -> None:
+        async with unix_local() as session, TurnFence(policy=SHORT) as fence:
+            call = asyncio.ensure_future(
+                Tools(session, fence).exec_command(f"exec sleep {token}", yield_time_ms=250)
+            )
+            await stall.reached.wait()
+            receipt = await fence.wait_for_quiescence()
+            assert (receipt.proven, receipt.unsettled_starts) == (True, (1,))
+            for directory in leaks.FENCE_DIRECTORIES:
+                (directory / f"{fence.turn}.cancelled").unlink(missing_ok=True)
+                if (place := directory / str(os.getuid())).is_dir():
+                    (place / fence.turn).mkdir(mode=0o700, exist_ok=True)
+            stall.release.set()
+            await until(lambda: bool(caplog.records), "the error")
+            await asyncio.gather(call, *late, return_exceptions=True)
+            assert len(procs.find(token)) == 1, "the case is not the case"
+            assert (await quiesce_turn(session, fence.turn_id)).proven
+            assert procs.find(token) == []
+
+    run(main)
+    assert "after the turn was proven quiet" in caplog.text
 
 
 def test_start_stalled_after_the_spawn(stall: Stall, tmp_path: Path) -> None:

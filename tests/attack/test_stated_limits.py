@@ -5,8 +5,10 @@ Each limit stands beside its nearest neighbour that is covered, so that it is no
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,63 @@ def test_a_pane_of_a_server_that_was_there_before_is_not_the_turns(tmp_path: Pat
             lambda: not any(p.name == "sleep" for p in procs.find(delegated)), 10, "the pane to end"
         )
         procs.end([*procs.find(delegated), *procs.find(own), *procs.find(keeper)])
+
+
+DAEMON = """
+import socket, subprocess, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+print("ready", flush=True)
+children = []
+while True:
+    line = server.accept()[0].makefile().readline().split()
+    if line[0] == "run":
+        children.append(subprocess.Popen(line[1:], start_new_session=True))
+    else:
+        for child in children:
+            child.kill()
+            child.wait()
+        break
+"""
+ASK = """
+import socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.connect(sys.argv[1])
+s.send(sys.argv[2].encode())
+"""
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["alone", "with-a-hook"])
+def test_work_given_to_a_daemon_is_not_the_turns(tmp_path: Path, hook: bool) -> None:
+    """As with a container engine: the command only asks. The app's own step can stop it."""
+    token, place = procs.new_token(), str(tmp_path / "socket")
+    with subprocess.Popen(
+        [sys.executable, "-c", DAEMON, place], stdout=subprocess.PIPE, start_new_session=True
+    ) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert daemon.stdout.readline() == b"ready\n"
+
+            async def main() -> None:
+                async with unix_local() as session, TurnFence() as fence:
+
+                    async def stop() -> None:
+                        subprocess.run([sys.executable, "-c", ASK, place, "stop\n"], check=True)
+                        await until(lambda: not procs.find(token), "the daemon's child to end")
+
+                    if hook:
+                        fence.on_quiesce(stop, name="daemon")
+                    ask = shlex.join([sys.executable, "-c", ASK, place, f"run sleep {token}\n"])
+                    await Tools(session, fence).exec_command(ask)
+                    await until(lambda: bool(procs.find(token)), "the daemon's child")
+                    receipt = await fence.wait_for_quiescence()
+                    assert_proven(receipt)
+                    assert [h.name for h in receipt.hooks] == (["daemon"] if hook else [])
+                    assert len(procs.find(token)) == (0 if hook else 1)
+
+            run(main)
+            assert daemon.poll() is None or hook
+        finally:
+            procs.end(procs.find(token))
+            daemon.kill()
