@@ -83,8 +83,14 @@ async def measure(rounds: int, console: Console) -> dict[str, object]:
     loop.set_default_executor(ThreadPoolExecutor(64))
     client = UnixLocalSandboxClient()
     plain = await client.create()
+
+    async def floor() -> None:
+        words = ("sh", "-c", 'exec "$@"', "sh", "sh", "-c", "true")
+        update = await plain.pty_exec_start(*words, shell=False, tty=False, yield_time_s=10)
+        assert update.exit_code == 0, update
+
     result: dict[str, object] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-    starts: dict[str, object] = {}
+    starts: dict[str, dict[str, float]] = {}
     table = Table("start", "SDK alone, ms", "fenced, ms", "ratio", title="Starting a command")
     async with plain, TurnFence() as fence:
         fenced = fence.wrap_session(plain)
@@ -98,6 +104,17 @@ async def measure(rounds: int, console: Console) -> dict[str, object]:
                 a, b, ratio = await side_by_side(plain, fenced, text, n, tty=tty)
             starts[name] = {"sdk_ms": a, "fenced_ms": b, "ratio": ratio, "rounds": n}
             table.add_row(name, f"{a:.2f}", f"{b:.2f}", f"{ratio:.2f}")
+        # What any preamble costs: one more exec of a shell that does nothing.
+        bare = statistics.median([await timed(floor) for _ in range(rounds)])
+        alone = starts["true, pipe"]["sdk_ms"]
+        starts["floor: one more exec"] = {"ms": bare, "ratio": bare / alone}
+        table.add_row(
+            "floor: one more exec",
+            f"{alone:.2f}",
+            f"{bare:.2f}",
+            f"{bare / alone:.2f}",
+            style="dim",
+        )
     await client.delete(plain)
     console.print(table)
     result["start"] = starts
