@@ -913,9 +913,10 @@ class Ledger:
         box.containment = report.containment
         if box.unbranded and report.containment == "lineage":
             box.containment = "lineage-unbranded"
+        # Of this sweep alone: what an earlier one missed says nothing about this one's snapshot.
         box.snapshot = report.snapshot
+        box.unseen = report.unseen
         box.scans += report.scans
-        box.unseen += report.unseen
         if not self.is_proof(report):
             yield from self._sweep_failed(event.key, _why_no_proof(report))
             return

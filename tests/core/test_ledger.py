@@ -623,3 +623,31 @@ def test_the_work_of_a_drain_comes_in_order() -> None:
         books.TryAdopted(KEYS[0], 77, interrupt=True),
         books.RunHook(0),
     )
+
+
+def test_what_an_earlier_sweep_missed_is_not_held_against_the_one_that_proves() -> None:
+    """`unseen` and `snapshot` are of the same sweep: a consistent one has missed nothing."""
+    key = ("box", "1")
+    ledger = books.Ledger()
+    ledger.apply(books.SandboxBound(0.0, key))
+    ledger.apply(books.CallArrived(0.0, "start", "start", None, key))
+    ledger.apply(books.StartReady(0.0, 1))
+    ledger.apply(books.StartReturned(0.0, 1, None, 0))
+    ledger.apply(books.OperationSettled(0.0, 1, "returned"))
+    ledger.apply(books.CancelRequested(1.0, None))
+    ledger.apply(books.DrainBegun(1.0))
+    for verdict, snapshot, unseen in (("unknown", "sampled", 5), ("clear", "consistent", 0)):
+        ledger.apply(books.SweepBegun(1.0, key))
+        answer = SweepReport(
+            turn="t",
+            run="r",
+            verdict=verdict,  # type: ignore[arg-type]
+            containment="lineage",
+            snapshot=snapshot,  # type: ignore[arg-type]
+            scans=2,
+            unseen=unseen,
+            elapsed_ms=1,
+        )
+        ledger.apply(books.SweepAnswered(1.0, key, answer))
+    box = ledger.sandboxes[key]
+    assert (box.snapshot, box.unseen, box.scans) == ("consistent", 0, 4)
