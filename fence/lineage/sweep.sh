@@ -501,6 +501,8 @@ read_markers() {
   read -r boot 2>/dev/null </proc/sys/kernel/random/boot_id || boot=-
   own_namespace
   listed=0 strange=0 mine=' '
+  clock
+  reading=$now
   for directory in $directories; do
     read_tombstone "$directory/$turn.cancelled"
     for place in "$directory/$me_uid/$turn" "$directory"/[0-9]*/"$turn"; do
@@ -524,7 +526,7 @@ read_markers() {
       for entry; do
         # A command may have put thousands of files there: they must not cost the stop its time.
         listed=$((listed + 1))
-        if [ "$((listed % 64))" = 0 ] && clock && [ "$((now - begin))" -gt "$((total / 4))" ]; then
+        if [ "$((listed % 64))" = 0 ] && clock && [ "$((now - reading))" -gt "$((total / 4))" ]; then
           if [ "$owner" = "$me_uid" ]; then
             cannot_tell "more markers than can be read, after $listed"
           else
@@ -632,6 +634,12 @@ believe() {
     return
   fi
   case $skip in *" $mpid "*) return ;; esac
+  # Found by its own marks already, as nearly all are.
+  eval "k=\${i_$mpid:-0}"
+  if [ "$k" != 0 ]; then
+    eval "begun=\$s_$k"
+    [ "$begun" != "$mstart" ] || return
+  fi
   look "$mpid" || return
   [ "$start" = "$mstart" ] || return
   case $state in Z | X) all_dead "$mpid" && return ;; esac

@@ -146,6 +146,8 @@ def observe(
         out, err = Path(folder, "stdout"), Path(folder, "stderr")
         trace = [
             "-f",
+            # Stops at the traced calls only: the rest runs at its own speed.
+            "--seccomp-bpf",
             "-q",
             "-I",
             "2",
