@@ -33,7 +33,7 @@ class EscalationPolicy:
     retry_max: float = 2.0
     """Longest pause between repeats of a failed control run."""
     max_signalled: int = 4096
-    """More processes of one turn than this in one sandbox are reported, not signalled."""
+    """A sweep that meets more processes of one turn than this could not tell, and is repeated."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -360,7 +360,15 @@ send() {
 
 # Adds a candidate pid to the records if its marks say so. $2: environ where grep saw the variable.
 consider() {
-  look "$1" || return 0
+  look "$1"
+  case $? in
+  1) return 0 ;;
+  2)
+    # Without grep nothing says whose it is: other users' processes may be hidden like that.
+    [ "$grep" = 0 ] || cannot_tell "process $1 bears a mark of the turn and cannot be read"
+    return 0
+    ;;
+  esac
   case $state in
   Z | X)
     all_dead "$1" && return 0
@@ -640,7 +648,14 @@ believe() {
     eval "begun=\$s_$k"
     [ "$begun" != "$mstart" ] || return
   fi
-  look "$mpid" || return
+  look "$mpid"
+  case $? in
+  1) return ;;
+  2)
+    [ "$owner" != "$me_uid" ] || cannot_tell "process $mpid of command $number cannot be read"
+    return
+    ;;
+  esac
   [ "$start" = "$mstart" ] || return
   case $state in Z | X) all_dead "$mpid" && return ;; esac
   before=$start
@@ -716,7 +731,15 @@ catch() {
     marked "$1" chase || return 0
   fi
   kill -STOP "$1" 2>/dev/null || return 0
-  look "$1" || return 0
+  look "$1"
+  case $? in
+  1) return 0 ;;
+  2)
+    kill -CONT "$1" 2>/dev/null
+    cannot_tell "process $1 bears a mark of the turn and cannot be read"
+    return 0
+    ;;
+  esac
   case $state in Z | X) all_dead "$1" && return 0 ;; esac
   before=$start
   if marked "$1" chase && look "$1" && [ "$start" = "$before" ]; then

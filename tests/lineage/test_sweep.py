@@ -731,3 +731,17 @@ def test_a_tombstone_that_was_written_on_is_read_with_care(one: Box, line: str) 
     Path(prepared.directory, f"{one.turn}.cancelled").write_text(f"fence1\n{line}\n")
     found = one.sweep()
     assert (found.verdict, found.markers) == ("clear", ())
+
+
+@pytest.mark.parametrize("branded", [True, False])
+def test_an_entry_that_cannot_be_read_is_not_gone(box: Box, branded: bool) -> None:
+    """It bears the mark and its stat says nothing: could not tell, and no signal on a guess."""
+    with box.command("echo up; exec sleep 100", branded=branded) as child:
+        assert first_line(child) == "up"
+        hide = f'mount --bind /dev/null /proc/{child.pid}/stat; exec "$@"'
+        found = box.sweep(branded=branded, prefix=["unshare", "--mount", "sh", "-c", hide, "sh"])
+        assert found.verdict == "unknown"
+        assert any("cannot be read" in note for note in found.notes)
+        assert child.poll() is None
+        assert box.sweep(branded=branded).verdict == "clear"
+        assert child.wait(9) != 0
