@@ -20,7 +20,7 @@ from fence.control import ControlOutput
 from fence.errors import ControlError, SandboxGone
 from fence.lineage.marks import new_run_token, sweep_argv
 from fence.openai_agents import session as fenced_session
-from tests.battery._tools import Tools, assert_proven, run, unix_local, until
+from tests.battery._tools import ControlBetween, Tools, assert_proven, run, unix_local, until
 from tests.support import procs
 
 QUICK = EscalationPolicy(
@@ -41,20 +41,12 @@ class Fault:
         self.met = 0
 
 
-class FaultyControl:
+class FaultyControl(ControlBetween):
     """The real control channel of a sandbox with a fault on its sweeps."""
 
     def __init__(self, real: SandboxControl, fault: Fault) -> None:
-        self._real = real
+        super().__init__(real)
         self._fault = fault
-
-    @property
-    def provider(self) -> str:
-        return self._real.provider
-
-    @property
-    def sandbox_id(self) -> str:
-        return self._real.sandbox_id
 
     async def run(self, argv: Sequence[str], *, timeout: float) -> ControlOutput:
         fault = self._fault

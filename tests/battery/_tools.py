@@ -24,7 +24,7 @@ from agents.sandbox.sandboxes.unix_local import UnixLocalSandboxClient
 from agents.sandbox.session import SandboxSession
 from agents.tool_context import ToolContext
 
-from fence import QuiescenceReceipt, TurnFence
+from fence import QuiescenceReceipt, SandboxControl, TurnFence
 from tests.support import procs
 from tests.support.battery import StopCase
 
@@ -199,6 +199,21 @@ def is_up(started: Started) -> bool:
     if case == "timeout-group":
         return _named(token, "timeout", "sleep")
     return _named(token, *["sleep"] * _SLEEPERS.get(case, 1))
+
+
+class ControlBetween:
+    """Stands in front of a sandbox's real control channel; a subclass says what `run` does."""
+
+    def __init__(self, real: SandboxControl) -> None:
+        self._real = real
+
+    @property
+    def provider(self) -> str:
+        return self._real.provider
+
+    @property
+    def sandbox_id(self) -> str:
+        return self._real.sandbox_id
 
 
 async def stop_unfenced(session: SandboxSession, started: Iterable[Started]) -> None:

@@ -12,7 +12,7 @@ from fence import EscalationPolicy, QuiescenceTimeout, SandboxControl, TurnCance
 from fence.control import ControlOutput
 from fence.errors import ControlError
 from fence.openai_agents import session as fenced_session
-from tests.battery._tools import Tools, assert_proven, run, unix_local, until
+from tests.battery._tools import ControlBetween, Tools, assert_proven, run, unix_local, until
 from tests.support import procs
 
 SHORT = EscalationPolicy(
@@ -20,20 +20,12 @@ SHORT = EscalationPolicy(
 )
 
 
-class FailingControl:
+class FailingControl(ControlBetween):
     """The real control channel of a sandbox; refuses, and counts, while `broken` is set."""
 
     def __init__(self, real: SandboxControl, state: State) -> None:
-        self._real = real
+        super().__init__(real)
         self._state = state
-
-    @property
-    def provider(self) -> str:
-        return self._real.provider
-
-    @property
-    def sandbox_id(self) -> str:
-        return self._real.sandbox_id
 
     async def run(self, argv: Sequence[str], *, timeout: float) -> ControlOutput:
         if self._state.broken:
